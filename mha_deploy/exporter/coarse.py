@@ -19,11 +19,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
-from onnx import AttributeProto
 
 from mha_deploy.bundle.cases import Arrays, GoldenCase, KnownMistake
 from mha_deploy.bundle.manifest import UnfusedRecord
-from mha_deploy.exporter.file_program import FileProgram, FileRounding
+from mha_deploy.exporter.file_program import ChangedRun, ExactRun, FileProgram, FileRounding, Results, widened
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.fuse.leftover import Core, cores_of
 from mha_deploy.graph.ir import input_at, is_op, weight_behind
@@ -40,7 +39,6 @@ _SAMPLES = 12  # further roundings, besides those of the case: of the share of a
 _MOST, _MOST_BYTES = 256, 1 << 23  # mistakes, and what they take in a file
 _LEAST_NUMBERS = 512  # of the outputs: fewer do not tell these mistakes from chance
 _MOST_SECONDS = 30.0  # of the processor: other work beside an export does not change what it finds
-_MOST_KEPT = 1 << 28  # bytes of the values inside
 _INT8_MOST = 127
 _FACTOR = 1.02
 # Of a factor that is 2 % off: a rounded scale, or accumulation that truncates, leaves a tenth of a percent.
@@ -91,49 +89,28 @@ def _scaled_in_bf16(array: np.ndarray, scale: float) -> np.ndarray:
     return in_bf16(array / scale) * scale
 
 
-class _Exact(FileRounding):
-    """Computes a graph in FP64, and keeps the results of its nodes as far as memory allows."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.results: dict[int, Any] = {}
-        self._left = _MOST_KEPT
-
-    def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-        """The outputs of one node."""
-        outputs = super().call(node, run, inputs)
-        self._left -= sum(each.nbytes for each in outputs if isinstance(each, np.ndarray))
-        # Behind one with graphs inside, the nodes of these would not run; in a loop they run again.
-        inside = any(attribute.type == AttributeProto.GRAPH for attribute in node.onnx_node.attribute)
-        if id(node) in self.results or inside or self._left < 0:
-            self._left = -1
-        else:
-            self.results[id(node)] = outputs
-        return outputs
-
-
-class _Edited(FileRounding):
-    """Computes a graph with edits of some of its nodes; before the first of them, results stay."""
+class _Edited(ChangedRun):
+    """Computes a graph with edits of some of its nodes."""
 
     def __init__(
         self,
         edits: Edits,
         precision: Precision | None = None,
         seed: int = 0,
-        results: Mapping[int, Any] = MappingProxyType({}),
+        results: Results = MappingProxyType({}),
     ) -> None:
-        super().__init__(precision, seed)
-        self._edits, self._results = edits, results
+        super().__init__(precision, seed, results)
+        self._edits = edits
 
-    def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-        """The outputs of one node."""
-        edits = self._edits.get(node.onnx_node.name, {})
-        if edits:
-            self._results = {}
-        elif id(node) in self._results:
-            return self._results[id(node)]
-        inputs = tuple(edits[i](each) if i in edits else each for i, each in enumerate(inputs))
-        outputs = super().call(node, run, inputs)
+    def changes_node(self, node: Any) -> bool:
+        """Whether a node is edited."""
+        return bool(self._edits.get(node.onnx_node.name))
+
+    def call_changed(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        """The outputs of a node that is edited."""
+        edits = self._edits[node.onnx_node.name]
+        inputs = tuple(edits[i](widened(each)) if i in edits else each for i, each in enumerate(inputs))
+        outputs = FileRounding.call(self, node, run, inputs)
         return tuple(map(edits[_RESULT], outputs)) if _RESULT in edits else outputs
 
 
@@ -310,7 +287,7 @@ class _Search:
 
     def found(self) -> CoarseMistakes:
         """What the mistakes add, where that can be told from chance; and which attentions show it."""
-        before, case, started = _Exact(), self._case, time.process_time()
+        before, case, started = ExactRun(), self._case, time.process_time()
         exact = self._run(before)
         outputs = [name for name, true in case.oracle.items() if true.dtype == np.float64]
         kinds = accumulations(self._precision)

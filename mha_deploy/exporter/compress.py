@@ -25,7 +25,7 @@ from mha_deploy.bundle.manifest import LossLayer, LossMetric, LossOutput, LossPo
 from mha_deploy.bundle.samples import Sample, as_taken
 from mha_deploy.bundle.sizes import PlannedCase
 from mha_deploy.errors import DeployError, ExportError, LossExceeded, nearest
-from mha_deploy.exporter.file_program import FileProgram, FileRounding
+from mha_deploy.exporter.file_program import ChangedRun, ExactRun, FileProgram, FileRounding, Results
 from mha_deploy.exporter.flow import export_bundle
 from mha_deploy.exporter.onnx_import import OnnxSource
 from mha_deploy.graph.file import save_graph
@@ -62,6 +62,7 @@ _PERCENTILE = 0.9999
 _CLIPS = np.linspace(0.3, 1.0, 36)  # of the largest magnitude, which are tried for the least square error
 _DRAWN = 8  # samples, where the user has none
 FEW = 4  # samples on which single GEMMs are tried
+_MOST_RESULTS = 1 << 29  # bytes of results that are kept of them
 _SECONDS = 120.0  # that this may take
 _MOST = 1e6  # of a loss: what is not finite
 _LOUD = 300.0  # the SQNR of what differs by less than FP64 shows
@@ -240,17 +241,20 @@ _Change = Callable[[tuple[Any, ...]], tuple[Any, ...]]
 _CHANGED = ("MatMul", "Gemm", "Attention")
 
 
-class _Quantized(FileRounding):
+class _Quantized(ChangedRun):
     """Computes the original graph in FP64 with some of its GEMMs and attentions quantized."""
 
-    def __init__(self, changed: Mapping[str, _Change]) -> None:
-        super().__init__(None)
+    def __init__(self, changed: Mapping[str, _Change], results: Results) -> None:
+        super().__init__(results=results)
         self._changed = changed
 
-    def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-        """The outputs of one node."""
-        change = self._changed.get(node.onnx_node.name) if node.op_type in _CHANGED else None
-        return super().call(node, run, inputs if change is None else change(inputs))
+    def changes_node(self, node: Any) -> bool:
+        """Whether a node is quantized."""
+        return node.op_type in _CHANGED and node.onnx_node.name in self._changed
+
+    def call_changed(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        """The outputs of a node that is quantized."""
+        return FileRounding.call(self, node, run, self._changed[node.onnx_node.name](inputs))
 
 
 class Trials:
@@ -267,15 +271,18 @@ class Trials:
         apart = [each.name for each in layers if isinstance(each, AttentionLayer)]
         self._program = FileProgram(with_weights_apart(original.model, apart) if apart else original.model)
         self._samples = list(islice(samples, FEW))
-        self._true = [self._program.run(each.inputs, FileRounding(None)) for each in self._samples]
+        runs = [ExactRun(_MOST_RESULTS // FEW) for _ in self._samples]
+        pairs = zip(self._samples, runs, strict=True)
+        self._true = [self._program.run(each.inputs, run) for each, run in pairs]
+        self._results = [run.results for run in runs]
         self._change = {each.name: _changes(each, scales, format) for each in layers}
 
     def loss(self, names: Sequence[str]) -> float:
         """The loss with these parts quantized and no others."""
         sums: dict[str, LossSums] = {}
         changed = {node: change for name in names for node, change in self._change[name].items()}
-        for sample, true in zip(self._samples, self._true, strict=True):
-            got = self._program.run(sample.inputs, _Quantized(changed))
+        for sample, true, results in zip(self._samples, self._true, self._results, strict=True):
+            got = self._program.run(sample.inputs, _Quantized(changed, results))
             for name, array in true.items():
                 sums.setdefault(name, LossSums()).add(array, got[name])
         return max((each.loss for each in sums.values()), default=0.0)
@@ -284,8 +291,8 @@ class Trials:
 def _changes(layer: Part, scales: Mapping[str, float], format: EightBits) -> dict[str, _Change]:
     """What the nodes of a part read, once it is quantized."""
     if isinstance(layer, GemmLayer):
-        scale, weight = scales[layer.activation], layer.rounded_weight(format)
-        return {layer.name: lambda inputs: (format.rounded(inputs[0], scale), weight, *inputs[2:])}
+        scale, weight = scales[layer.activation], layer.quantized_weight(format)
+        return {layer.name: lambda inputs: (format.rounded(inputs[0], scale), weight.wide(), *inputs[2:])}
     q, k, v = (scales[name] for name in layer.activations)
     unit = float(fp16_scale(1.0 / format.largest))
     return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
@@ -29,7 +30,7 @@ from mha_deploy.exporter.golden import LayerCapture, ModuleCapture, arrays_of
 from mha_deploy.exporter.observe import attention_values
 from mha_deploy.exporter.own_model import UserModule, draw_user_inputs, open_user_module, state_digest
 from mha_deploy.exporter.program import export_program
-from mha_deploy.graph.file import save_graph
+from mha_deploy.graph.file import move_weights
 from mha_deploy.graph.fuse import share_tied_weights
 from mha_deploy.graph.upcast import retype
 from mha_deploy.model.deployable import Deployable
@@ -127,7 +128,8 @@ def _original(
     """The graph of a source, once it is known to compute what the source does."""
     source.on_step = on_step
     model = source.graph(folder)
-    save_graph(model, folder / "original.onnx")
+    move_weights(model, folder / "original.onnx")
+    gc.collect()  # the exporter's program holds weights in reference cycles
     source.check(folder / "original.onnx")
     axes = source.spec.axes
     sizes = {key: max(axis.min, min(axis.opt, _CHECKED_SIZE)) for key, axis in axes.items()}

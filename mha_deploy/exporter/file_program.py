@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,10 @@ from mha_deploy.bundle.cases import Arrays
 from mha_deploy.exporter.samples import RoundingMode
 from mha_deploy.graph.attention_node import QK_OUTPUT
 from mha_deploy.graph.file import with_outputs
-from mha_deploy.graph.ir import new_initializer
-from mha_deploy.graph.quantize import dequantized_constant
+from mha_deploy.graph.ir import is_op
+from mha_deploy.graph.quantize import ScaledConstant, scaled_constant
 from mha_deploy.graph.roles import FUSED_MATMULS, LAYOUT, MATMULS, NORMS, QUANTIZERS, SOFTMAXES
-from mha_deploy.graph.upcast import in_float64
+from mha_deploy.graph.upcast import FLOATS, in_float64
 from mha_deploy.model.precision import PRECISIONS, Precision
 from mha_deploy.rounding import ACCUMULATED, MARGIN, hashed, nearest, normal, rounded
 from mha_deploy.runtime.onnx_reference import evaluator_of
@@ -40,6 +42,31 @@ _COMPARED |= {"QuantizeLinear", "DynamicQuantizeLinear"}
 _DECISION_ELEMENTS = 1 << 22
 _FLOAT32_BITS = PRECISIONS["fp32"].significand_bits
 _FP8_LEAST, _FP8_FRACTION = -6, 3  # the least exponent of E4M3, and the bits behind the point
+_MOST_WIDE = 1 << 30  # bytes of all weights in FP64; beyond, those of GEMMs stay as they are stored
+_LARGE = 1 << 20  # numbers of a weight
+_MOST_KEPT = 1 << 28  # bytes of results inside that are kept
+
+
+class StoredWeight(ir.LazyTensor):
+    """A large weight of GEMMs in FP64, as it is stored: it becomes wide whenever it is used."""
+
+    def __init__(self, content: ScaledConstant, name: str | None, *, dequantized: bool) -> None:
+        shape = ir.Shape(content.numbers.shape)
+        super().__init__(lambda: ir.tensor(self.wide()), ir.DataType.DOUBLE, shape, name=name)
+        self._content, self.dequantized = content, dequantized
+
+    def wide(self, bits: int | None = None) -> np.ndarray:
+        """Its numbers in FP64, or the nearest ones with so many bits of significand."""
+        return self._content.wide(None if bits is None else partial(nearest, bits=bits))
+
+    def has_bits(self, bits: int) -> bool:
+        """Whether all its numbers have at most so many bits of significand."""
+        return self._content.is_kept_by(partial(nearest, bits=bits))
+
+
+def widened(operand: Any) -> Any:
+    """An operand in FP64 that may be a weight as it is stored."""
+    return operand.wide() if isinstance(operand, StoredWeight) else operand
 
 
 class FileRounding(RoundingMode):
@@ -65,7 +92,7 @@ class FileRounding(RoundingMode):
 
     def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         """The outputs of one node of ONNX's evaluator."""
-        operator = node.op_type
+        operator, given = node.op_type, inputs
         if operator in _MATMULS or operator in _QUANTIZED:
             inputs = tuple(self._operand(node, at, each) for at, each in enumerate(inputs))
         if operator in _ORDERED or operator in _COMPARED:
@@ -75,7 +102,7 @@ class FileRounding(RoundingMode):
         outputs = run(*inputs)
         if operator in _MATMULS:
             self.flops += _flops(operator, inputs, outputs[0])
-            return tuple(self.rounded_array(self._accumulate(node, inputs, each)) for each in outputs)
+            return tuple(self.rounded_array(self._accumulate(node, given, inputs, each)) for each in outputs)
         written = operator in _ROUNDED or (self._everywhere and operator not in LAYOUT)
         if operator in _SUMS and not written:
             written = all(np.shape(each) == np.shape(outputs[0]) for each in inputs)
@@ -86,18 +113,29 @@ class FileRounding(RoundingMode):
 
         Those are numbers of the precision, and weights that are dequantized, which go to the nearest ones.
         """
+        if isinstance(array, StoredWeight):
+            if self._bits is None:
+                return array.wide()
+            is_settled = self._is_settled(node, at, array)
+            return array.wide(self._bits) if is_settled else self.rounded_array(array.wide())
+        return node.memory[at, self._bits] if self._is_settled(node, at, array) else self.rounded_array(array)
+
+    def _is_settled(self, node: Any, at: int, array: Any) -> bool:
+        """Whether an operand is a constant that is the same in all samples."""
         if self._bits is None or array is not node.constants.get(at):  # another one in place of it
-            return self.rounded_array(array)
+            return False
         key = (at, self._bits)
         if key not in node.memory:
-            near = nearest(array, self._bits)
-            is_exact = array.dtype == np.float64 and np.array_equal(near, array)
-            node.memory[key] = array if is_exact else near if at in node.dequantized else None
-        kept = node.memory[key]
-        return self.rounded_array(array) if kept is None else kept
+            if isinstance(array, StoredWeight):
+                node.memory[key] = True if array.dequantized or array.has_bits(self._bits) else None
+            else:
+                near = nearest(array, self._bits)
+                is_exact = array.dtype == np.float64 and np.array_equal(near, array)
+                node.memory[key] = array if is_exact else near if at in node.dequantized else None
+        return node.memory[key] is not None
 
-    def _accumulate(self, node: Any, inputs: tuple[Any, ...], result: Any) -> Any:
-        """The result of a GEMM with what its accumulation loses."""
+    def _accumulate(self, node: Any, given: tuple[Any, ...], inputs: tuple[Any, ...], result: Any) -> Any:
+        """The result of a GEMM with what its accumulation loses; `given` are its inputs before rounding."""
         operator = node.op_type
         if not self._accumulated or operator not in ("MatMul", "Gemm") or result.dtype != np.float64:
             return result
@@ -106,8 +144,12 @@ class FileRounding(RoundingMode):
             b = b.T
         if a.shape[-1] != b.shape[-2 if b.ndim > 1 else -1]:
             return result
-        terms = a.shape[-1]
-        sizes = np.square(b).mean(-2, keepdims=True) if b.ndim > 1 else np.square(b).mean()
+        terms, key = a.shape[-1], ("squares", self._bits, a.shape[-1])
+        sizes = node.memory.get(key) if self._is_settled(node, 1, given[1]) else None
+        if sizes is None:
+            sizes = np.square(b).mean(-2, keepdims=True) if b.ndim > 1 else np.square(b).mean()
+            if self._is_settled(node, 1, given[1]):
+                node.memory[key] = sizes
         walk = terms * np.square(a).mean(-1, keepdims=True) * sizes
         walk = walk if np.shape(walk) == result.shape else np.square(result)
         noise = ACCUMULATED * math.sqrt(terms) * self._accumulated * np.sqrt(np.square(result) / 3 + walk / 2)
@@ -202,27 +244,110 @@ def _flops(operator: str, inputs: tuple[Any, ...], result: np.ndarray) -> int:
     return 2 * result.size
 
 
-def _fold_weights(model: ir.Model) -> set[str]:
-    """Dequantize the weights of a graph in FP64, which is changed; their names."""
+Results = Mapping[int, Any]
+"""What nodes gave in an exact run, by the node of the evaluator."""
+
+
+class ExactRun(FileRounding):
+    """Computes a graph in FP64, and keeps the results of its nodes as far as memory allows."""
+
+    def __init__(self, most: int = _MOST_KEPT) -> None:
+        super().__init__(None)
+        self.results: dict[int, Any] = {}
+        self._left = most
+
+    def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        """The outputs of one node."""
+        outputs = super().call(node, run, inputs)
+        self._left -= sum(each.nbytes for each in outputs if isinstance(each, np.ndarray))
+        if self._left >= 0 and not node.has_graphs and not node.is_inner:
+            self.results[id(node)] = outputs
+        return outputs
+
+
+class ChangedRun(FileRounding):
+    """Computes a graph with changes of some of its nodes; what does not depend on these stays as it was."""
+
+    def __init__(
+        self, precision: Precision | None = None, seed: int = 0, results: Results = MappingProxyType({})
+    ) -> None:
+        super().__init__(precision, seed)
+        self._results, self._other = results, set[str]()
+
+    def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        """The outputs of one node."""
+        is_changed = self.changes_node(node)
+        if id(node) in self._results and not is_changed and self._other.isdisjoint(node.onnx_node.input):
+            return self._results[id(node)]
+        self._other.update(filter(None, node.onnx_node.output))
+        return self.call_changed(node, run, inputs) if is_changed else super().call(node, run, inputs)
+
+    def changes_node(self, node: Any) -> bool:
+        """Whether a node is changed."""
+        raise NotImplementedError
+
+    def call_changed(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        """The outputs of a node that is changed."""
+        raise NotImplementedError
+
+
+def _fold_weights(model: ir.Model, stays: bool) -> set[str]:
+    """Dequantize the weights of a graph in FP64, which is changed; their names.
+
+    Large ones of GEMMs stay as they are stored where that is requested.
+    """
     found = set[str]()
     for node in [node for node in model.graph if node.op_type == "DequantizeLinear"]:
-        array, old = dequantized_constant(node, np.float64), node.outputs[0]
-        if array is not None and not old.is_graph_output():
+        content, old = scaled_constant(node), node.outputs[0]
+        if content is not None and not old.is_graph_output():
             name = f"{old.name}/folded"
-            old.replace_all_uses_with(new_initializer(model.graph, name, array))
+            if stays and _is_large(old, content.numbers.shape):
+                tensor: ir.TensorProtocol = StoredWeight(content, name, dequantized=True)
+            else:
+                tensor = ir.tensor(content.wide(), name=name)
+            folded = ir.val(name, const_value=tensor)
+            model.graph.register_initializer(folded)
+            old.replace_all_uses_with(folded)
             model.graph.remove(node, safe=True)
             found.add(name)
     RemoveUnusedNodesPass()(model)  # what they were dequantized from
     return found
 
 
+def _is_large(value: ir.Value, shape: Sequence[Any]) -> bool:
+    """Whether a value is a large weight, of GEMMs alone."""
+    users = [use.node for use in value.uses()]
+    is_weight = len(shape) == 2 and math.prod(shape) >= _LARGE and not value.is_graph_output()
+    return is_weight and all(is_op(each, "MatMul", "Gemm") and each.graph is value.graph for each in users)
+
+
+def _as_stored(model: ir.Model) -> ir.Model:
+    """A copy whose large weights of GEMMs are FP64 and stay as they are stored."""
+    copy = model.clone()
+    for value in copy.graph.initializers.values():
+        tensor = value.const_value
+        if tensor is not None and tensor.dtype in FLOATS and _is_large(value, tensor.shape.numpy()):
+            content = ScaledConstant(tensor.numpy())
+            value.const_value = StoredWeight(content, value.name, dequantized=False)
+            value.type = ir.TensorType(ir.DataType.DOUBLE)
+    return copy
+
+
 class FileProgram:
-    """Evaluates an ONNX file in FP64, node by node; `keep` are further values of it that are wanted."""
+    """Evaluates an ONNX file in FP64, node by node; `keep` are further values of it that are wanted.
+
+    Where its weights take gigabytes in FP64, the large ones become wide when they are used.
+    """
 
     def __init__(self, model: ir.Model, keep: Sequence[str] = ()) -> None:
-        wide, self._title = in_float64(model), f"graph {model.graph.name or 'without a name'}"
-        self._dequantized = _fold_weights(wide)
-        self._evaluator = evaluator_of(with_outputs(wide, keep) if keep else wide)
+        weights = [each.const_value for each in model.graph.initializers.values()]
+        stays = 8 * sum(each.size for each in weights if each is not None) > _MOST_WIDE
+        wide = in_float64(_as_stored(model) if stays else model)
+        self._title = f"graph {model.graph.name or 'without a name'}"
+        self._dequantized = _fold_weights(wide, stays)
+        held = {name: each.const_value for name, each in wide.graph.initializers.items()}
+        stored = {name: each for name, each in held.items() if isinstance(each, StoredWeight)}
+        self._evaluator = evaluator_of(with_outputs(wide, keep) if keep else wide, stored)
         self._names = [str(value.name) for value in model.graph.outputs]
         self._names += [name for name in keep if name not in self._names]
         self._mode = FileRounding(None)
@@ -230,7 +355,7 @@ class FileProgram:
         for node in self._evaluator.rt_nodes_:
             self._follow(node)
 
-    def _follow(self, node: Any) -> None:
+    def _follow(self, node: Any, *, is_inner: bool = False) -> None:
         """Let a node of the evaluator, and those of its subgraphs, be computed by the mode."""
         own, (inputs, outputs) = node.run, (node.onnx_node.input, node.onnx_node.output)
         fixed = self._evaluator.rt_inits_
@@ -240,10 +365,11 @@ class FileProgram:
         self._weights.update(outputs[:1] if node.op_type == "Softmax" else ())
         self._weights.update(outputs[QK_OUTPUT:] if node.op_type == "Attention" else ())
         node.quantizes_softmax = node.op_type == "QuantizeLinear" and inputs[0] in self._weights
-        for attribute in node.onnx_node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                for inner in getattr(node, attribute.name).rt_nodes_:
-                    self._follow(inner)
+        inside = [each.name for each in node.onnx_node.attribute if each.type == onnx.AttributeProto.GRAPH]
+        node.is_inner, node.has_graphs = is_inner, bool(inside)
+        for name in inside:
+            for inner in getattr(node, name).rt_nodes_:
+                self._follow(inner, is_inner=True)
 
         def run(*inputs: Any, **options: Any) -> Any:
             return self._mode.call(node, lambda *given: own(*given, **options), inputs)

@@ -21,7 +21,7 @@ from mha_deploy.bundle.manifest import ObservedRecord, Perturbation, UnfusedReco
 from mha_deploy.bundle.sizes import MASKS, PROBE
 from mha_deploy.errors import DeployError
 from mha_deploy.exporter.coarse import CoarseMistakes
-from mha_deploy.exporter.file_program import FileProgram, FileRounding
+from mha_deploy.exporter.file_program import ChangedRun, ExactRun, FileProgram, FileRounding, Results
 from mha_deploy.graph.attention_node import heads_of, is_attention
 from mha_deploy.graph.fuse.leftover import cores_of
 from mha_deploy.graph.roles import MOVES
@@ -64,23 +64,27 @@ def attention_values(
     return found
 
 
-class _Perturbed(FileRounding):
+class _Perturbed(ChangedRun):
     """Computes a graph in FP64 with one of its attentions perturbed.
 
     Of one that is no node of the graph, `weights` is the value that has its weights.
     """
 
-    def __init__(self, name: str, kind: Perturbation, weights: str | None = None) -> None:
-        super().__init__(None)
+    def __init__(self, name: str, kind: Perturbation, weights: str | None, results: Results) -> None:
+        super().__init__(results=results)
         self._name, self._kind, self._weights = name, kind, weights
         self.applied = False
 
-    def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-        """The outputs of one node."""
-        if self._weights is not None and self._weights in node.onnx_node.output:
+    def changes_node(self, node: Any) -> bool:
+        """Whether a node is perturbed."""
+        if self._weights is not None:
+            return self._weights in node.onnx_node.output
+        return bool((node.op_type, node.onnx_node.name) == ("Attention", self._name))
+
+    def call_changed(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+        """The outputs of a node that is perturbed."""
+        if self._weights is not None:
             return self._without_node(run, inputs)
-        if self._weights is not None or (node.op_type, node.onnx_node.name) != ("Attention", self._name):
-            return super().call(node, run, inputs)
         self.applied = True
         if self._kind is Perturbation.SCALE:
             return run(inputs[0] * _SCALE, *inputs[1:])
@@ -196,14 +200,15 @@ def _observe(
     with suppress(DeployError, Exception):  # ONNX's evaluator raises types that share no base
         program = FileProgram(model)
         for case in [known[0], *(each for each in known[1:] if each.name in telling)]:
-            if not any(each.hidden for each in found.values()) or is_wrong(case, FileRounding(None)):
+            exact = ExactRun()
+            if not any(each.hidden for each in found.values()) or is_wrong(case, exact):
                 break
             for name, before in found.items():
                 shown, hidden = list(before.shown), list[Perturbation]()
                 for kind in before.hidden:
                     if time.monotonic() > deadline:
                         return list(found.values())
-                    mode = _Perturbed(name, kind, weights.get(name))
+                    mode = _Perturbed(name, kind, weights.get(name), exact.results)
                     wrong = is_wrong(case, mode)
                     tried |= {(name, kind)} if mode.applied else set()
                     # Else it has no mask, or no call of it; of scores, another case may have masked ones.

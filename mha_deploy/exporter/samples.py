@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -86,33 +87,56 @@ def sample_case(
 
     `kept` is the part of the results that samples are taken of.
     """
+    oracle, (baselines,), exact = sample_parts(make_mode, precision, compute, [kept])
+    return oracle, baselines, exact
+
+
+def sample_parts(
+    make_mode: type[Mode],
+    precision: Precision,
+    compute: Callable[[Mode], Arrays],
+    parts: Sequence[Callable[[Arrays], Arrays]],
+) -> tuple[Arrays, list[Baselines], Mode]:
+    """The same of several parts of the results, each with its own number of samples: none runs twice."""
     exact = make_mode(None)
     oracle = compute(exact)
-    true = kept(oracle)
-    numbers = sum(array.size for array in true.values())
+    wanted = [kept(oracle) for kept in parts]
+    numbers = [sum(array.size for array in true.values()) for true in wanted]
 
-    def errors(mode: Mode) -> Arrays:
-        got = kept(compute(mode))
-        floats = {
-            name: mode.rounded_array(got[name]) - x for name, x in true.items() if x.dtype == np.float64
-        }
-        return {**got, **{name: error.astype(np.float32) for name, error in floats.items()}}
+    def errors(mode: Mode) -> list[Arrays]:
+        results, found = compute(mode), list[Arrays]()
+        for kept, true in zip(parts, wanted, strict=True):
+            got = kept(results)
+            floats = {
+                name: mode.rounded_array(got[name]) - x for name, x in true.items() if x.dtype == np.float64
+            }
+            found.append({**got, **{name: error.astype(np.float32) for name, error in floats.items()}})
+        return found
 
-    def sampled(kind: str) -> Baseline:
-        rounding, count = replace(precision, accumulate=kind), sample_count(numbers, kind, exact.grid_flops)
-        modes, shared = [make_mode(rounding, seed) for seed in range(1, count + 1)], make_mode.remember()
+    @cache
+    def sampled(kind: str) -> list[Baseline]:
+        rounding, shared = replace(precision, accumulate=kind), make_mode.remember()
+        counts = [sample_count(each, kind, exact.grid_flops) for each in numbers]
+        modes = [make_mode(rounding, seed) for seed in range(1, max(counts) + 1)]
         for mode in modes:
             mode.repeated = shared
-        found = [errors(mode) for mode in modes]
-        changes = decision_spread(exact.decisions, [mode.decisions for mode in modes])
-        pair = [make_mode(rounding, count + 1, changes, sign) for sign in (1, -1)] if changes else []
-        taken = [errors(mode) for mode in pair]
-        # Where no decision was near enough to change, the two say nothing new.
-        others = [each for each, mode in zip(taken, pair, strict=True) if mode.changed]
-        stacked = {name: np.stack([each[name] for each in (*found, *others)]) for name in true}
-        return Baseline(stacked, len(others))
+        found, stacked = [errors(mode) for mode in modes], dict[int, Baseline]()
+        for count in dict.fromkeys(counts):
+            changes = decision_spread(exact.decisions, [mode.decisions for mode in modes[:count]])
+            pair = [make_mode(rounding, count + 1, changes, sign) for sign in (1, -1)] if changes else []
+            taken = [errors(mode) for mode in pair]
+            # Where no decision was near enough to change, the two say nothing new.
+            others = [each for each, mode in zip(taken, pair, strict=True) if mode.changed]
+            for at in (at for at, each in enumerate(counts) if each == count):
+                every = [each[at] for each in (*found[:count], *others)]
+                samples = {name: np.stack([each[name] for each in every]) for name in wanted[at]}
+                stacked[at] = Baseline(samples, len(others))
+        return [stacked[at] for at in range(len(parts))]
 
-    return oracle, Baselines(accumulations(precision), sampled), exact
+    def baselines(at: int) -> Baselines:
+        return Baselines(accumulations(precision), lambda kind: sampled(kind)[at])
+
+    return oracle, [baselines(at) for at in range(len(parts))], exact
 
 
 def decision_spread(exact: Operands, samples: Sequence[Operands]) -> Operands:

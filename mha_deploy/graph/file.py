@@ -7,6 +7,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -21,7 +22,7 @@ from mha_deploy.files import read_regular
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.ir import HOLD_TENSORS, graphs_of, infer_shapes, nodes_in
 from mha_deploy.graph.valid import has_sparse_tensors, normalize, refusal, write_out_sparse_tensors
-from mha_deploy.output import commit_files, make_folder, temporary_folder
+from mha_deploy.output import commit_files, make_folder, scratch_folder, temporary_folder
 from mha_deploy.text import printable
 
 # -- Refuse a model that no exporter writes, before any code works on it ---------------------------
@@ -530,6 +531,19 @@ class PackedModel:
         return model
 
 
+@contextmanager
+def packed_model(model: ir.Model) -> Iterator[PackedModel]:
+    """Pack a graph for a process that opens it meanwhile; large weights in memory are in a file so long."""
+    held = sum(each.nbytes for each in _weights(model) if not isinstance(each, ir.ExternalTensor))
+    if held <= EXTERNAL_DATA_FROM:
+        yield PackedModel.of(model)
+        return
+    with scratch_folder() as folder:
+        path = folder / "model.onnx"
+        save_graph(model, path)
+        yield PackedModel(content=path.read_bytes(), folder=folder.resolve())
+
+
 def weight_files(model: ir.Model) -> set[Path]:
     """The files of the external weights and constants of a graph and its subgraphs."""
     return {Path(each.path).resolve() for each in _tensors(model) if isinstance(each, ir.ExternalTensor)}
@@ -565,6 +579,14 @@ def save_graph(model: ir.Model, path: Path) -> None:
         if isinstance(tensor := attribute.as_tensor(), ir.ExternalTensor):
             node.attributes.add(ir.AttrTensor(attribute.name, _in_memory(tensor)))
     ir.save(copy, path, external_data=external)
+
+
+def move_weights(model: ir.Model, path: Path) -> None:
+    """Write an ONNX file, and let the weights of the graph be read from there where they are large."""
+    save_graph(model, path)
+    for name, value in ir.load(path).graph.initializers.items():
+        if isinstance(value.const_value, ir.ExternalTensor):
+            model.graph.initializers[name].const_value = value.const_value
 
 
 def commit_graph(model: ir.Model, output: Path) -> None:

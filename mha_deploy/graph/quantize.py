@@ -6,9 +6,12 @@ symmetric. Scales are numbers of FP16, so that a graph in FP16 has the very same
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -56,8 +59,9 @@ class EightBits:
         return self.on_grid(values / scale) * scale
 
     def stored(self, values: np.ndarray) -> np.ndarray:
-        """Numbers of the grid in its type."""
-        return values.astype(np.int8 if self.type == ir.DataType.INT8 else ml_dtypes.float8_e4m3fn)
+        """The nearest numbers of the grid that weights have, in its type."""
+        whole = np.rint(values) if self.type == ir.DataType.INT8 else values
+        return np.clip(whole, -self.largest, self.largest).astype(self.type.numpy())
 
 
 FORMATS = {
@@ -80,6 +84,72 @@ def fp16_scale(scale: np.ndarray | float) -> np.ndarray:
     narrow = np.minimum(wide, np.finfo(np.float16).max).astype(np.float16)
     up = np.where(narrow.astype(np.float64) < wide, np.nextafter(narrow, np.float16(np.inf)), narrow)
     return np.minimum(up, np.finfo(np.float16).max).astype(np.float64)
+
+
+# -- Large constants, as they are stored and in FP64 -------------------------------------------------
+
+_AT_ONCE = 1 << 18  # numbers that are widened in one go, within a cache
+
+
+def for_each_part(work: Callable[[slice], None], shape: tuple[int, ...]) -> None:
+    """Do some work on all rows of a large array: few of them at once, on all cores."""
+    parts = _parts(shape)
+    if len(parts) == 1:
+        work(parts[0])
+        return
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for _ in pool.map(work, parts):
+            pass
+
+
+def _parts(shape: tuple[int, ...]) -> list[slice]:
+    step = max(1, _AT_ONCE // max(math.prod(shape[1:]), 1))
+    return [slice(start, start + step) for start in range(0, max(shape[0], 1), step)]
+
+
+@dataclass(frozen=True)
+class ScaledConstant:
+    """A constant as it is stored, and what its numbers become: what is beyond zero, times the scale."""
+
+    numbers: np.ndarray
+    scale: np.ndarray | None = None
+    zero: np.ndarray | float = 0.0
+
+    def wide(self, change: Callable[[np.ndarray], np.ndarray] | None = None) -> np.ndarray:
+        """Its numbers in FP64, with a change that is made to each of them."""
+        result = np.empty(self.numbers.shape)
+
+        def widen(rows: slice) -> None:
+            part = self._wide(rows)
+            result[rows] = part if change is None else change(part)
+
+        if not result.ndim:
+            part = self._wide(...)
+            return part if change is None else change(part)
+        for_each_part(widen, result.shape)
+        return result
+
+    def is_kept_by(self, change: Callable[[np.ndarray], np.ndarray]) -> bool:
+        """Whether a change leaves all numbers as they are."""
+        parts = map(self._wide, _parts(self.numbers.shape))
+        return all(np.array_equal(change(part), part) for part in parts)
+
+    def _wide(self, rows: Any) -> np.ndarray:
+        """Some of the rows, or all of them."""
+        numbers = self.numbers[rows]
+        if numbers.dtype.itemsize == 1:  # a table is faster than ml_dtypes
+            every = np.arange(256, dtype=np.uint8).view(numbers.dtype).astype(np.float64)
+            wide = np.take(every, numbers.view(np.uint8), mode="clip")
+        else:
+            wide = numbers.astype(np.float64)
+        if self.scale is None:
+            return wide
+        zero, scale = (self._along(each, rows) for each in (self.zero, self.scale))
+        return np.asarray((wide - zero if np.any(zero) else wide) * scale)
+
+    def _along(self, factor: Any, rows: Any) -> Any:
+        varies = np.ndim(factor) == self.numbers.ndim > 0 and len(factor) > 1
+        return factor[rows] if varies else factor
 
 
 # -- The GEMMs of a graph ---------------------------------------------------------------------------
@@ -110,22 +180,22 @@ class GemmLayer:
         """The scale of every output channel, or one number."""
         if format.per_tensor:
             return fp16_scale(self.largest / format.largest)
-        largest = np.abs(self.weight.astype(np.float64)).max(axis=1 - self.axis)
-        return fp16_scale(largest / format.largest)
+        ends = self.weight.max(axis=1 - self.axis), -self.weight.min(axis=1 - self.axis)
+        return fp16_scale(np.maximum(*ends).astype(np.float64) / format.largest)
 
-    def quantized_weight(self, format: EightBits) -> tuple[np.ndarray, np.ndarray]:
-        """The weight on the grid, and its scales."""
-        scale = self.weight_scale(format)
-        levels = format.on_grid(self.weight / self._across(scale))
-        return np.clip(levels, -format.largest, format.largest), scale
+    def quantized_weight(self, format: EightBits) -> ScaledConstant:
+        """The weight on the grid, as it is stored, and its scales."""
+        scale = self._across(self.weight_scale(format))
+        numbers = np.empty(self.weight.shape, format.type.numpy())
 
-    def rounded_weight(self, format: EightBits) -> np.ndarray:
-        """The weight as it is once it is quantized and dequantized."""
-        numbers, scale = self.quantized_weight(format)
-        return numbers * self._across(scale)
+        def quantize(rows: slice) -> None:
+            numbers[rows] = format.stored(self.weight[rows] / (scale[rows] if len(scale) > 1 else scale))
+
+        for_each_part(quantize, numbers.shape)
+        return ScaledConstant(numbers, scale)
 
     def _across(self, scale: np.ndarray) -> np.ndarray:
-        return np.expand_dims(scale, 1 - self.axis) if scale.ndim else scale
+        return np.expand_dims(scale, 1 - self.axis) if scale.ndim else scale.reshape(1, 1)
 
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
@@ -230,7 +300,7 @@ def _gemm(node: ir.Node) -> GemmLayer | None:
         return None
     axis = 0 if node.attributes.get_int("transB", 0) else 1
     names, numbers = (str(node.name), str(activation.name), str(node.outputs[0].name)), tensor.numpy()
-    largest = float(np.abs(numbers).max(initial=0.0))
+    largest = float(np.maximum(numbers.max(initial=0.0), -numbers.min(initial=0.0)))
     return GemmLayer(
         name=names[0], activation=names[1], output=names[2], weight=numbers, axis=axis, largest=largest
     )
@@ -312,9 +382,9 @@ def _quantized_activation(
 def _quantized_weight(
     graph: ir.Graph, node: ir.Node, weight: ir.Value, layer: GemmLayer, format: EightBits
 ) -> ir.Value:
-    numbers, scale = layer.quantized_weight(format)
+    numbers, scale = layer.quantized_weight(format).numbers, layer.weight_scale(format)
     dtype = weight.dtype or ir.DataType.FLOAT
-    stored = new_initializer(graph, f"{layer.name}/w_quantized", format.stored(numbers), format.type)
+    stored = new_initializer(graph, f"{layer.name}/w_quantized", numbers, format.type)
     factor = new_initializer(graph, f"{layer.name}/w_scale", scale.astype(dtype.numpy()))
     zeros = format.stored(np.zeros(scale.shape))
     zero = new_initializer(graph, f"{layer.name}/w_zero", zeros, format.type)
@@ -426,22 +496,30 @@ def without_quantizers(model: ir.Model) -> ir.Model:
     return copy
 
 
-def dequantized_constant(node: ir.Node, dtype: type[np.floating] | None = None) -> np.ndarray | None:
-    """The numbers of a constant that is dequantized; None where it is not one, or has scales of blocks.
-
-    In the type of the scale, or another one.
-    """
+def scaled_constant(node: ir.Node) -> ScaledConstant | None:
+    """A constant that is dequantized; None where it is not one, or has scales of blocks."""
     tensors = [None if value is None else constant(value) for value in node.inputs]
     if tensors[0] is None or tensors[1] is None or (len(node.inputs) > 2 and tensors[2] is None):
         return None
-    numbers, scale = tensors[0].numpy().astype(np.float64), tensors[1].numpy()
+    numbers, scale = tensors[0].numpy(), tensors[1].numpy().astype(np.float64)
     zero = tensors[2].numpy().astype(np.float64) if len(tensors) > 2 and tensors[2] is not None else 0.0
-    wanted = scale.dtype if dtype is None else dtype
     if scale.ndim > 1:
         return None
     if scale.ndim == 1 and scale.size != 1:
         shape = [1] * numbers.ndim
         shape[node.attributes.get_int("axis", 1)] = -1
         zero = zero.reshape(shape) if isinstance(zero, np.ndarray) and zero.ndim else zero
-        return np.asarray((numbers - zero) * scale.astype(np.float64).reshape(shape)).astype(wanted)
-    return np.asarray((numbers - zero) * float(scale.reshape(-1)[0])).astype(wanted)
+        return ScaledConstant(numbers, scale.reshape(shape), zero)
+    return ScaledConstant(numbers, scale.reshape(()), zero)
+
+
+def dequantized_constant(node: ir.Node, dtype: type[np.floating] | None = None) -> np.ndarray | None:
+    """The numbers of a constant that is dequantized; None where it is not one, or has scales of blocks.
+
+    In the type of the scale, or another one.
+    """
+    found, scale = scaled_constant(node), constant(input_at(node, 1))
+    if found is None or scale is None:
+        return None
+    wanted = scale.dtype.numpy() if dtype is None else dtype
+    return found.wide().astype(wanted, copy=False)

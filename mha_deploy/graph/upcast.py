@@ -131,22 +131,36 @@ def float32_twin(model: ir.Model) -> ir.Model:
 
 # -- In another type -------------------------------------------------------------------------------
 
-_FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype", "output_datatype")
 
 
 def in_float64(model: ir.Model) -> ir.Model:
     """A copy in which every floating-point tensor is float64, explicit casts included: an FP64 reference."""
     copy = model.clone()
-    retype(copy, _FLOATS, ir.DataType.DOUBLE)
+    retype(copy, FLOATS, ir.DataType.DOUBLE)
     return copy
 
 
 def with_float64_inside(model: ir.Model) -> ir.Model:
     """A copy in FP64 without `Attention` nodes, whose float32 inputs and outputs stay float32."""
     copy = lower(model, "primitives", cache="copy")
-    retype(copy, _FLOATS, ir.DataType.DOUBLE)
+    on_disk = {
+        own: value.const_value
+        for own, value in copy.graph.initializers.items()
+        if isinstance(value.const_value, ir.ExternalTensor) and value.dtype in FLOATS
+    }
+    for own in on_disk:
+        copy.graph.initializers[own].const_value = None
+    retype(copy, FLOATS, ir.DataType.DOUBLE)
     graph, first = copy.graph, next(iter(copy.graph), None)
+    for own, tensor in on_disk.items():  # they stay there, and are cast
+        old = graph.initializers.pop(own)
+        stored = ir.val(f"{own}/stored", const_value=tensor)
+        graph.register_initializer(stored)
+        cast = _cast(stored, ir.DataType.DOUBLE, own)
+        old.replace_all_uses_with(cast.outputs[0], replace_graph_outputs=True)
+        graph.insert_before(graph[0], cast)
     for value in graph.inputs:
         if first is not None and value.dtype == ir.DataType.DOUBLE:
             cast = _cast(value, ir.DataType.DOUBLE, f"{value.name}/input")

@@ -28,15 +28,17 @@ def open_runner(backend: str, model: Path | ir.Model) -> Runner:
     """Load an ONNX graph into the requested runtime."""
     if backend not in RUNNERS:
         raise DeployError("No such backend.", got=backend, hint=nearest(backend, RUNNERS))
-    from mha_deploy.graph.file import PackedModel
+    from mha_deploy.graph.file import packed_model
 
     is_reference = backend == "onnx-reference"
     if not is_reference and not can_import("onnxruntime"):
         hint = f'pip install "mha-deploy[{"ort" if backend == "ort-cpu" else "ort-gpu"}]"'
         raise BackendUnavailable("ONNX Runtime is not installed.", got=backend, hint=hint)
-    packed = model if isinstance(model, Path) or not isolation.enabled else PackedModel.of(model)
     family = ONNX_REFERENCE if is_reference else ONNX_RUNTIME
-    return open_isolated(family, backend, _open_graph, backend, packed)
+    if isinstance(model, Path) or not isolation.enabled:
+        return open_isolated(family, backend, _open_graph, backend, model)
+    with packed_model(model) as packed:
+        return open_isolated(family, backend, _open_graph, backend, packed)
 
 
 def _open_graph(backend: str, model: Path | ir.Model | PackedModel) -> Runner:

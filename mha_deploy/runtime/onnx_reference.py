@@ -7,8 +7,10 @@ bfloat16.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -46,16 +48,18 @@ class OnnxReferenceRunner(Runner):
             return dict(zip(names, self._evaluator.run(names, dict(feeds)), strict=True))
 
 
-def evaluator_of(model: ir.Model) -> ReferenceEvaluator:
+def evaluator_of(model: ir.Model, given: Mapping[str, Any] = MappingProxyType({})) -> ReferenceEvaluator:
     """ONNX's reference evaluator of a graph, with its external weights; the graph is used up.
 
-    Large weights are handed over as they are: in a serialized graph there would be two of each.
+    Large weights are handed over as they are: in a serialized graph there would be two of each. Nodes get
+    what is `given` for others.
     """
-    held: dict[str, np.ndarray] = {}
+    held: dict[str, Any] = dict(given)
     for name, value in list(model.graph.initializers.items()):
         tensor = value.const_value
         if tensor is not None and tensor.dtype in _AS_THEY_ARE and tensor.size > _LARGE:
-            held[name] = tensor.numpy()
+            if name not in held:
+                held[name] = tensor.numpy()
             del model.graph.initializers[name]
     proto = ir.to_proto(model)
     onnx.load_external_data_for_model(proto, str(weights_folder(model) or "."))

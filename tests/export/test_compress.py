@@ -62,6 +62,28 @@ def test_weights_and_activations_of_every_gemm_are_quantized(bundles, name, kind
     assert [node.op_type for node in graph.node].count("Attention") == 1
 
 
+@pytest.mark.parametrize("scales", ["channel", "tensor"])
+def test_weights_that_stay_as_they_are_stored_give_the_same_numbers(model, tmp_path, monkeypatch, scales):
+    def exported(name):
+        options = {"precision": "fp8", "weight_scales": scales, "data": samples(2), **OPTIONS}
+        return md.export(model, tmp_path / name, **options)
+
+    wide = exported("wide")
+    for name in (
+        "exporter.file_program._MOST_WIDE",
+        "exporter.file_program._LARGE",
+        "graph.quantize._AT_ONCE",
+    ):
+        monkeypatch.setattr(f"mha_deploy.{name}", 100)
+    monkeypatch.setattr("mha_deploy.graph.file.EXTERNAL_DATA_FROM", 1000)
+    stored = exported("stored")
+    assert (stored.path / "source.onnx.data").is_file()
+    for file in ("golden/opt.safetensors", "layers/opt.safetensors"):
+        assert (stored.path / file).read_bytes() == (wide.path / file).read_bytes()
+    for part in ("loss", "observed", "checks", "golden"):
+        assert getattr(stored.manifest, part) == getattr(wide.manifest, part), part
+
+
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_the_loss_is_what_an_independent_evaluation_finds(bundles, model, name):
     bundle = bundles[name]

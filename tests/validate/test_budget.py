@@ -2,19 +2,24 @@
 
 import dataclasses
 import math
+import tracemalloc
+from functools import partial
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 import torch
 from golden_made import made_case, samples_of
 from graph_parity import graph_parity
+from onnx import TensorProto, helper, numpy_helper
 
 from mha_deploy.bundle.cases import Baseline, golden_cases
-from mha_deploy.exporter.file_program import FileProgram, FileRounding
+from mha_deploy.exporter.file_program import ChangedRun, ExactRun, FileProgram, FileRounding
 from mha_deploy.exporter.oracle import RandomRounding
-from mha_deploy.exporter.samples import sample_case
+from mha_deploy.exporter.samples import sample_case, sample_parts
+from mha_deploy.graph.file import graph_from_proto
 from mha_deploy.judge import judge_case
 from mha_deploy.metrics import budget_from_samples, factor_of, measure
 from mha_deploy.model.precision import PRECISIONS
@@ -632,6 +637,85 @@ def test_a_right_result_on_a_grid_passes_and_a_wrong_scale_does_not(seed):
         assert judge_case(case, {"y": got}, FP16)[0].passed, other
     wrong = program.run({**feeds, "scale": np.array(1.04 / 448, "e")}, FileRounding(None))
     assert judge_case(case, {"y": wrong["y"].astype("e")}, FP16)[0].is_wrong
+
+
+ON_GRID_TWICE = """<ir_version: 10, opset_import: ["": 23]>
+grid (float[1024, 32] x, float[32, 32] a) => (float[1, 32] y)
+<float scale = {0.01}, float8e4m3fn zero = {0}> {
+    level = QuantizeLinear(x, scale, zero)
+    near = DequantizeLinear(level, scale, zero)
+    h = MatMul(near, a)
+    axis = Constant <value_ints = [0]> ()
+    y = ReduceMean(h, axis)
+}"""
+
+
+def test_samples_of_two_values_are_those_of_each_alone():
+    program, dice = FileProgram(ir.from_onnx_text(ON_GRID_TWICE), ["h"]), np.random.default_rng(0)
+    feeds = {"x": dice.standard_normal((1024, 32)).astype("f")}
+    feeds["a"] = (dice.standard_normal((32, 32)) / 6).astype("f")
+    run = partial(program.run, feeds)
+    parts = [lambda results, name=name: {name: results[name]} for name in "yh"]
+    _, together, _ = sample_parts(FileRounding, FP16, run, parts)
+    for got, part, count in zip(together, parts, (32, 16), strict=True):
+        _, alone, _ = sample_case(FileRounding, FP16, run, part)
+        assert list(got) == ["fp32", "fp16"]
+        for kind, each in alone.items():
+            assert got[kind].branches == each.branches
+            for name, samples in each.samples.items():
+                assert np.array_equal(got[kind].samples[name], samples)
+        assert len(got["fp32"].samples[name]) == count + got["fp32"].branches
+
+
+def test_a_large_weight_is_in_fp64_only_while_it_is_used(monkeypatch):
+    monkeypatch.setattr("mha_deploy.exporter.file_program._MOST_WIDE", 1 << 20)
+    size, count = 1024, 10
+    names = [f"h{at}" for at in range(count + 1)]
+    nodes = [helper.make_node("MatMul", [names[at], f"w{at}"], [names[at + 1]]) for at in range(count)]
+    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [4, size]) for n in (names[0], names[-1])]
+    dice = np.random.default_rng(0)
+    weights = [(dice.standard_normal((size, size)) / 32).astype("f") for _ in range(count)]
+    held = [numpy_helper.from_array(each, f"w{at}") for at, each in enumerate(weights)]
+    graph = helper.make_graph(nodes, "deep", ends[:1], ends[1:], held)
+    model = ir.from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)]))
+    x = dice.standard_normal((4, size)).astype("f")
+    tracemalloc.start()
+    (got,) = FileProgram(model).run({"h0": x}, FileRounding(None)).values()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    wanted = x.astype(np.float64)
+    for each in weights:
+        wanted = wanted @ each.astype(np.float64)
+    assert np.array_equal(got, wanted)
+    assert most < 8 * count * size**2
+
+
+LOOP = """<ir_version: 10, opset_import: ["": 23]>
+loop (float[2] x, int64 count) => (float[count, 2] z) {
+    true = Constant <value = bool {1}> ()
+    last, every = Loop (count, true, x)
+        <body = inside (int64 i, bool go, float[2] before) => (bool again, float[2] after, float[2] each) {
+            again = Identity(go)
+            after = Add(before, before)
+            each = Identity(after)
+        }>
+    z = Neg(every)
+}"""
+
+
+def test_a_loop_runs_again_where_the_results_of_nodes_are_kept():
+    class Changed(ChangedRun):
+        def changes_node(self, node):
+            return node.op_type == "Neg"
+
+        def call_changed(self, node, run, inputs):
+            return FileRounding.call(self, node, run, (inputs[0] + 1,))
+
+    program = FileProgram(graph_from_proto(onnx.parser.parse_model(LOOP)))
+    feeds, exact = {"x": np.array([1, 3], "f"), "count": np.array(3)}, ExactRun()
+    assert program.run(feeds, exact)["z"].tolist() == [[-2, -6], [-4, -12], [-8, -24]]
+    got = program.run(feeds, Changed(results=exact.results))["z"]
+    assert got.tolist() == [[-3, -7], [-5, -13], [-9, -25]]
 
 
 def test_a_decision_that_costs_a_vector_less_than_a_branch_is_open_there_and_nowhere_else():
