@@ -11,10 +11,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
-from dataclasses import Field, replace
-from inspect import Parameter, signature
+from dataclasses import replace
 from pathlib import Path
-from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mha_deploy.bundle.folder import Bundle
@@ -38,7 +36,6 @@ from mha_deploy.options import (
     PackageOptions,
     ValidateOptions,
     in_python,
-    options_of,
     refuse_contradictions,
     silent,
 )
@@ -49,7 +46,6 @@ from mha_deploy.results import BenchReport, Report
 if TYPE_CHECKING:
     import onnx
     import onnx_ir as ir
-    from typing_extensions import Unpack
 
     from mha_deploy.analysis.graph import GraphAnalysis
     from mha_deploy.analysis.profiles import ProfileProposal
@@ -64,14 +60,6 @@ if TYPE_CHECKING:
     from mha_deploy.judge import ParityReport
     from mha_deploy.model.source import AnySource, Examples
     from mha_deploy.model.source import AxisRanges as Axes
-    from mha_deploy.options import (
-        BenchKeywords,
-        DeployKeywords,
-        EngineKeywords,
-        ExportKeywords,
-        PackageKeywords,
-        ValidateKeywords,
-    )
     from mha_deploy.regression.compare import Comparison
     from mha_deploy.regression.matrix import Matrix, MatrixCell
     from mha_deploy.regression.record import Replay
@@ -82,7 +70,6 @@ if TYPE_CHECKING:
     from mha_deploy.validation.self_test import SelfTest
 
     AnyModel = TypeVar("AnyModel", onnx.ModelProto, ir.Model)
-    AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 DeployError.in_python = staticmethod(in_python)  # here hints name keywords, not options of the command line
 
@@ -96,28 +83,6 @@ __all__ = [
     "open_bundle", "open_engine", "open_runner", "package", "plugins", "propose_profiles", "prune",
     "refit", "replay", "self_test", "trtexec", "validate",
 ]  # fmt: skip
-
-
-def _with_options(options: Mapping[str, Field[Any]]) -> Callable[[AnyFunction], AnyFunction]:
-    """Show the options that a function passes on to a record: in its signature and in its docstring."""
-
-    def decorate(function: AnyFunction) -> AnyFunction:
-        own = signature(function)
-        given = [each for each in own.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
-        rest = {name: each for name, each in options.items() if name not in own.parameters}
-        given += [
-            Parameter(name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
-            for name, each in rest.items()
-        ]
-        function.__signature__ = own.replace(parameters=given)  # type: ignore[attr-defined]
-        function.__options__ = options  # type: ignore[attr-defined]
-        before, line, after = (function.__doc__ or "").partition("        options:")
-        wrap = TextWrapper(110, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False)
-        about = "\n".join(wrap.fill(f"{name}: {each.metadata['about']}") for name, each in rest.items())
-        function.__doc__ = f"{before}{about}\n{after.partition(chr(10))[2]}" if line else before
-        return function
-
-    return decorate
 
 
 # -- Models and their export -----------------------------------------------------------------------
@@ -221,7 +186,6 @@ def from_transformers(
     return decoder_from_transformers(model, cache=cache, batch=batch, tokens=tokens, length=length, name=name)
 
 
-@_with_options(options_of(ExportOptions))
 def export(
     model: AnySource,
     out: StrPath,
@@ -231,7 +195,7 @@ def export(
     inputs: Mapping[str, Any] | None = None,
     weights: StrPath | None = None,
     on_step: OnStep | None = None,
-    **options: Unpack[ExportKeywords],
+    **options: Any,
 ) -> Bundle:
     """Export a model to a bundle: canonical ONNX graph, golden cases with their FP64 oracle, manifest.
 
@@ -338,7 +302,7 @@ def import_onnx(
     axes: Axes | None = None,
     inputs: Mapping[str, Any] | None = None,
     on_step: OnStep | None = None,
-    **options: Unpack[ExportKeywords],
+    **options: Any,
 ) -> Bundle:
     """Make a bundle of an ONNX file, without PyTorch: attention fused, golden cases, FP64 reference.
 
@@ -461,7 +425,6 @@ def check(
 # -- Engines ---------------------------------------------------------------------------------------
 
 
-@_with_options(options_of(EngineOptions))
 def build_engine(
     bundle: Bundle | StrPath,
     *,
@@ -470,7 +433,7 @@ def build_engine(
     save_onnx: StrPath | None = None,
     trtexec: bool = False,
     on_step: OnStep | None = None,
-    **options: Unpack[EngineKeywords],
+    **options: Any,
 ) -> Engine:
     """Build a TensorRT engine from a bundle; its manifest says whether attention is fused.
 
@@ -607,8 +570,7 @@ def open_engine(path: StrPath) -> Engine:
     return open_engine(Path(path))
 
 
-@_with_options(options_of(PackageOptions))
-def package(bundle: Bundle | StrPath, repository: StrPath, **options: Unpack[PackageKeywords]) -> Package:
+def package(bundle: Bundle | StrPath, repository: StrPath, **options: Any) -> Package:
     """Write a bundle into a Triton model repository.
 
     Args:
@@ -664,13 +626,12 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
 # -- Validation ------------------------------------------------------------------------------------
 
 
-@_with_options(options_of(ValidateOptions))
 def validate(
     bundle: Bundle | StrPath,
     *,
     runners: Sequence[Any] = (),
     on_step: OnStep | None = None,
-    **options: Unpack[ValidateKeywords],
+    **options: Any,
 ) -> Report:
     """Run the graph and the engines of a bundle against the FP64 oracle, and benchmark them against PyTorch.
 
@@ -742,10 +703,7 @@ def check_parity(bundle: Bundle | StrPath, runner: Any) -> ParityReport:
 # -- Timing and fault search -----------------------------------------------------------------------
 
 
-@_with_options(options_of(BenchOptions))
-def bench(
-    bundle: Bundle | StrPath, *, on_step: OnStep | None = None, **options: Unpack[BenchKeywords]
-) -> ModelBench:
+def bench(bundle: Bundle | StrPath, *, on_step: OnStep | None = None, **options: Any) -> ModelBench:
     """Time the engines of a bundle, ONNX Runtime and the PyTorch baselines, over batches and lengths.
 
     Every size is judged against the oracle first: a wrong result has no time.
@@ -853,7 +811,6 @@ def self_test(
 # -- From a model to a verdict in one call ---------------------------------------------------------
 
 
-@_with_options(options_of(ExportOptions) | options_of(EngineOptions, *OF_DEPLOY))
 def deploy(
     model: AnySource,
     out: StrPath,
@@ -866,7 +823,7 @@ def deploy(
     candidates: bool | None = False,
     on_step: OnStep | None = None,
     on_result: Callable[[Any], None] | None = None,
-    **options: Unpack[DeployKeywords],
+    **options: Any,
 ) -> Deployment:
     """Export a model, build an engine once its graph is right, and validate both.
 
@@ -898,8 +855,8 @@ def deploy(
     from mha_deploy.exporter.entry import refuse_export
 
     found, exported = find_model(model), dict(options)
-    builder = EngineOptions(**{name: exported.pop(name) for name in OF_DEPLOY if name in exported})  # type: ignore[arg-type]
-    settings = ExportOptions(**exported)  # type: ignore[arg-type]
+    builder = EngineOptions(**{name: exported.pop(name) for name in OF_DEPLOY if name in exported})
+    settings = ExportOptions(**exported)
     settings = replace(settings, **found.weight_options(weights, settings.prefix))
     refuse_export(Path(out), settings)  # before anything heavy is imported
     from mha_deploy.deployment import deploy_model
@@ -921,7 +878,6 @@ def deploy(
 # -- Upgrades --------------------------------------------------------------------------------------
 
 
-@_with_options(options_of(Limits))
 def compare(old: Any, new: Any, **options: Any) -> Comparison:
     """Compare two reports, benchmarks, bundles, engines or matrices of one model: did anything get worse?
 
@@ -1140,7 +1096,7 @@ def compare_heads(
             what = "Only a catalog layer takes an .npz file."
             raise DeployError(what, got=inputs, hint="Example(..., draw=)")
         with scratch_folder() as folder:
-            options: ExportKeywords = {"precision": "fp32", "golden": (at or "opt",), "seed": seed}
+            options: dict[str, Any] = {"precision": "fp32", "golden": (at or "opt",), "seed": seed}
             options["prefix"] = prefix
             return compare_bundle_heads(
                 export(found, folder / "bundle", weights=weights, **options), attention

@@ -1,8 +1,7 @@
 """Everything that a user can choose: each option once, with its default and its meaning.
 
 A record is what the code that does the work gets. The functions of `api.py` take its fields as keywords, and
-the command line makes an option of each (`cli/arguments.py`). The typed dictionaries below the records let
-type checkers know the keywords.
+the command line makes an option of each (`cli/arguments.py`). `help` of a record lists them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from mha_deploy.errors import DeployError
 
@@ -121,29 +120,6 @@ class ExportOptions:
     overwrite: bool = option(False, "Replace an existing bundle.")
 
 
-class ExportKeywords(TypedDict, total=False):
-    """The fields of `ExportOptions` that `md.export` passes on as they are."""
-
-    precision: str
-    opset: int | None
-    seed: int
-    prefix: str
-    golden: Sequence[str]
-    calibration: str
-    weight_scales: str
-    quantize_attention: bool
-    max_loss: float | None
-    data: Any
-    data_limit: int
-    metric: Any
-    golden_gflop: float
-    golden_gib: float
-    golden_mb: float
-    device: str
-    polygraphy: bool
-    overwrite: bool
-
-
 # -- Engines ---------------------------------------------------------------------------------------
 
 
@@ -198,36 +174,7 @@ class EngineOptions:
     timing_cache: bool = option(True, "Use the kernel timings of earlier builds in this bundle.")
 
 
-class BuilderKeywords(TypedDict, total=False):
-    """The fields of `EngineOptions` that `md.deploy` takes as well."""
-
-    backend: str | None
-    targets: str
-    allow_decomposed: bool
-    attention: str
-    accumulate: str
-
-
-class EngineKeywords(BuilderKeywords, total=False):
-    """The fields of `EngineOptions` that `md.build_engine` passes on as they are."""
-
-    name: str | None
-    optimization_level: int | None
-    workspace_mib: int | None
-    version_compatible: bool
-    hardware_compatible: str | None
-    weight_streaming: bool
-    refit: str | None
-    gqa: str | None
-    overwrite: bool
-    timing_cache: bool
-
-
-class DeployKeywords(ExportKeywords, BuilderKeywords, total=False):
-    """The fields of `ExportOptions`, and those of `EngineOptions` that `md.deploy` takes."""
-
-
-OF_DEPLOY = tuple(BuilderKeywords.__annotations__)
+OF_DEPLOY = ("backend", "targets", "allow_decomposed", "attention", "accumulate")
 """The engine options that `md.deploy` takes, in addition to those of an export."""
 
 
@@ -249,16 +196,6 @@ class TimedOptions:
     samples: int = option(200, "Samples of each timing.", min=100, max=10**6)
     kernels: bool = option(False, "List the kernels that take the time. Needs PyTorch's profiler.")
     seed: int = option(1, "Seed of the inputs that are drawn.", min=0, max=2**32 - 1)
-
-
-class TimedKeywords(TypedDict, total=False):
-    """The fields of `TimedOptions`."""
-
-    backends: Sequence[str]
-    engine: str | None
-    samples: int
-    kernels: bool
-    seed: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,39 +324,6 @@ class ValidateOptions(TimedOptions):
     limit_s: float = 120.0
 
 
-class ValidateKeywords(TimedKeywords, total=False):
-    """The fields of `ValidateOptions`."""
-
-    latency: bool | None
-    sweep: bool | None
-    probe: bool | None
-    fresh: int
-    steps: int
-    prompt: int | None
-    batch: int | None
-    layers: bool
-    conformance: bool
-    require_fused: bool
-    require_precision: bool
-    max_loss: float | None
-    require_run: bool
-    require_coverage: bool
-    graphs: Sequence[Path]
-    engine_files: Sequence[Path]
-    names: Sequence[str] | Mapping[str, str]
-    data: Any
-    metric: Any
-    data_limit: int
-    logits: Sequence[str]
-    source: Path | None
-    resume: Path | None
-    requirements: Any
-    url: str | None
-    clients: Sequence[int]
-    requests: int
-    timeout_s: float
-
-
 _ABOUT_DATA = ("metric", "data_limit", "logits", "resume")
 _OF_THIS_MACHINE = (
     "backends",
@@ -470,13 +374,6 @@ class BenchOptions(TimedOptions):
     )
 
 
-class BenchKeywords(TimedKeywords, total=False):
-    """The fields of `BenchOptions`."""
-
-    at: Sequence[str]
-    streams: Sequence[int]
-
-
 # -- Serving ---------------------------------------------------------------------------------------
 
 
@@ -508,19 +405,6 @@ class PackageOptions:
         8, "Sequences that a model with a KV cache decodes at the same time.", min=1, max=2**20
     )
     overwrite: bool = option(False, "Replace a packaged model of that name.")
-
-
-class PackageKeywords(TypedDict, total=False):
-    """The fields of `PackageOptions`."""
-
-    variant: str
-    backends: Sequence[str]
-    name: str | None
-    max_batch: int | None
-    instances: int
-    queue_delay_us: int
-    sequences: int
-    overwrite: bool
 
 
 # -- Upgrades --------------------------------------------------------------------------------------
@@ -621,3 +505,13 @@ def _keywords() -> dict[str, tuple[str, str]]:
             flags = each.metadata.get("flags") or (f"--{each.name.replace('_', '-')}",)
             found.setdefault(flags[0].removeprefix("--"), (each.name, str(each.type)))
     return found
+
+
+def _list_options(record: type) -> None:
+    """Let the docstring of a record list its options, as `help` shows it."""
+    lines = [f"    {name}: {each.metadata['about']}" for name, each in options_of(record).items()]
+    record.__doc__ = "\n\n".join([record.__doc__ or "", "Args:\n" + "\n".join(lines)])
+
+
+for _record in (ExportOptions, EngineOptions, ValidateOptions, BenchOptions, PackageOptions, Limits):
+    _list_options(_record)

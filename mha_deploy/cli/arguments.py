@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json as json_text
 import math
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, dataclass, field
 from functools import wraps
-from inspect import Parameter, getdoc, signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,35 +42,39 @@ def argument(metavar: str, about: str, default: Any = MISSING) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def options_from(
-    function: Callable[..., Any], *names: str, **details: dict[str, Any]
-) -> dict[str, Field[Any]]:
-    """Parameters of a function of the API as options: fields of its record, or as its docstring has them.
+def about(text: str, *flags: str, **details: Any) -> Any:
+    """An option of `options_from`: as `option`, with the default of the function's parameter."""
+    return option(MISSING, text, *flags, **details)
 
-    Args:
-        function: The function.
-        names: Its parameters; default: the fields of its record, and those with details.
-        details: Of those in the docstring: further arguments of `click.Option`, bounds, and `flags`.
-    """
-    known: dict[str, Field[Any]] = getattr(function, "__options__", {})
-    args = (getdoc(function) or "").partition("Args:\n")[2].partition("\n\n")[0]
-    about = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", args, re.MULTILINE))
-    parameters, found = signature(function).parameters, {}
-    for name in names or (*known, *details):
-        if name in known:
-            found[name] = known[name]
-            continue
-        words, more = " ".join(about.get(name, "").split()), dict(details.get(name, {}))
-        found[name] = option(parameters[name].default, words, *more.pop("flags", ()), **more)
-        found[name].type = parameters[name].annotation
-    return found
+
+def options_from(function: Callable[..., Any], **described: Field[Any]) -> dict[str, Field[Any]]:
+    """Parameters of a function of the API as options, with their types and defaults there."""
+    parameters = signature(function).parameters
+    for name, each in described.items():
+        each.type, default = parameters[name].annotation, parameters[name].default
+        each.default = MISSING if default is Parameter.empty else default
+    return described
 
 
 CONTROL = options_from(
-    md.configure, "trust_code", "in_process", "time_limit",
-    trust_code={"flags": ("--trust-code",)}, in_process={"flags": ("--in-process",)},
-    time_limit={"min": 1.0, "max": MOST_SECONDS},
-)  # fmt: skip
+    md.configure,
+    trust_code=about(
+        "Run the factory that a bundle names, for fresh cases and PyTorch baselines. This runs code of the "
+        "bundle's author. default: only factories that this process exported",
+        "--trust-code",
+    ),
+    in_process=about(
+        "Run ONNX Runtime, TensorRT and PyTorch in this process instead of a child process, for a debugger. "
+        "A crash then ends this process.",
+        "--in-process",
+    ),
+    time_limit=about(
+        "Seconds after which a call of a runtime or of a model's code, or an evaluation of a graph, counts "
+        "as hung. default: 3600",
+        min=1.0,
+        max=MOST_SECONDS,
+    ),
+)
 """How native code and the code of bundles run: what the verbs that run something share."""
 
 
@@ -296,7 +299,16 @@ class ModelOptions:
     )
 
 
-MODEL = options_of(ModelOptions) | options_from(md.load_model, "projections", "cache")
+MODEL = options_of(ModelOptions) | options_from(
+    md.load_model,
+    projections=about(
+        "Q, K and V projections of a catalog layer: separate, or packed in one GEMM. default: the spec's own"
+    ),
+    cache=about(
+        "KV cache of a catalog layer: none, dynamic (past in, present out) or preallocated. default: the "
+        "spec's own"
+    ),
+)
 
 
 def pop_model(options: dict[str, Any]) -> md.Model:

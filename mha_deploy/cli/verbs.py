@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, asdict
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from mha_deploy.cli.arguments import (
     JSON,
     MODEL,
     Result,
+    about,
     argument,
     is_verbose,
     options_from,
@@ -34,7 +34,18 @@ from mha_deploy.cli.arguments import (
 from mha_deploy.cli.help import CommandGroup
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
 from mha_deploy.files import PathPart
-from mha_deploy.options import AUTO, OF_DEPLOY, option
+from mha_deploy.options import (
+    AUTO,
+    OF_DEPLOY,
+    BenchOptions,
+    EngineOptions,
+    ExportOptions,
+    Limits,
+    PackageOptions,
+    ValidateOptions,
+    option,
+    options_of,
+)
 from mha_deploy.process import python_command, run
 from mha_deploy.status import Outcome
 from mha_deploy.text import plural, yes_no
@@ -48,6 +59,7 @@ if TYPE_CHECKING:
     from mha_deploy.report.table import Table
 
 OUT = ("-o", "--out")
+LATENCY = about("Measure latency. default: if there is a GPU")
 OVERWRITE = option(False, "Also replace files that mha-deploy did not write.")
 # Verbs that run no code that a bundle names need not trust it.
 RUN = {name: each for name, each in CONTROL.items() if name != "trust_code"}
@@ -56,7 +68,7 @@ LIMIT = {"time_limit": CONTROL["time_limit"]}
 # -- From a model to a bundle ----------------------------------------------------------------------
 
 
-@verb(MODEL, options_from(md.export), RUN)
+@verb(MODEL, options_of(ExportOptions), RUN)
 def export(out: Path = option(MISSING, "The folder to write.", *OUT), **options: Any) -> Result:
     """Export an attention layer, your own model or an ONNX file to an ONNX bundle with fused attention."""
     files = parse_pairs(options.pop("inputs"), "--input", "input_ids=ids.npy")
@@ -77,12 +89,27 @@ def _exported(bundle: Bundle) -> Result:
 @verb(
     MODEL,
     options_from(
-        md.prune, "heads", "kv_heads", "max_loss", "data", "data_limit", "metric", "weights", "prefix",
-        "seed", "golden", "overwrite", metric={"metavar": "file.py:function"}, heads={"metavar": "N|auto"},
-        kv_heads={"min": 1, "max": 10**6, "metavar": "N"}, max_loss={"min": 0.0, "max": 1e6},
-        golden={"metavar": "CASE"},
-        data={"metavar": "FILE|FOLDER|file.py:samples"}, seed={"min": 0, "max": 2**32 - 1},
+        md.prune,
+        heads=about("Query heads of each attention, or auto: as few as --max-loss allows.", metavar="N|auto"),
+        kv_heads=about(
+            "In place of --heads: key/value heads of each attention, the most alike pooled by their mean.",
+            min=1,
+            max=10**6,
+            metavar="N",
+        ),
+        max_loss=about(
+            "Largest relative L2 between the outputs of the two models, both in FP64.", min=0.0, max=1e6
+        ),
+        data=about(
+            "Your own samples, as `validate` takes them. default: those of the Deployable, else drawn inputs",
+            metavar="FILE|FOLDER|file.py:samples",
+        ),
+        metric=about(
+            "Your own figure, a function of the outputs and the sample, for both models.",
+            metavar="file.py:function",
+        ),
     ),
+    options_of(ExportOptions, "data_limit", "weights", "prefix", "seed", "golden", "overwrite"),
     RUN,
 )  # fmt: skip
 def prune(out: Path = option(MISSING, "The folder to write.", *OUT), **options: Any) -> Result:
@@ -102,18 +129,13 @@ def _report_removed(bundle: Bundle) -> None:
 
 @verb(
     MODEL,
+    options_of(ExportOptions, "precision", "max_loss", "data", "seed", "weights", "prefix", "overwrite"),
+    options_of(EngineOptions, *OF_DEPLOY),
     options_from(
         md.deploy,
-        "precision",
-        "seed",
-        "weights",
-        "prefix",
-        "overwrite",
-        *OF_DEPLOY,
-        "engine",
-        "latency",
-        "requirements",
-        requirements={"metavar": "FILE.toml"},
+        engine=about("Build an engine. It must then be fused and in the graph's precision."),
+        latency=LATENCY,
+        requirements=about("A TOML file of demands on the verdict; see `init`.", metavar="FILE.toml"),
     ),
     RUN,
 )
@@ -186,7 +208,14 @@ def _default_folder(model: md.Model, named: str, cache: str | None, precision: s
 # -- Graphs, engines and serving -------------------------------------------------------------------
 
 
-@verb(options_from(md.fuse_file, "overwrite", "verify"), LIMIT)
+@verb(
+    options_from(
+        md.fuse_file,
+        overwrite=about("Replace existing files."),
+        verify=about("Compare every new node with the original on drawn inputs, and keep only equal ones."),
+    ),
+    LIMIT,
+)
 def fuse(
     source: Path = argument("IN.onnx", "An ONNX file, of opset 7 or newer."),
     output: Path = option(MISSING, "The file to write.", "-o", "--output", metavar="OUT.onnx"),
@@ -205,7 +234,14 @@ def fuse(
     )
 
 
-@verb(options_from(md.check, "target", "version", "sm"))
+@verb(
+    options_from(
+        md.check,
+        target=about("tensorrt or tensorrt-rtx."),
+        version=about("Version of the target, as 8.6 or 10.14. default: the newest known"),
+        sm=about("Compute capabilities of the GPUs, as 9.0 or 89,120. default: any"),
+    )
+)
 def check(bundle: Path = BUNDLE, **options: Any) -> Result:
     """Report for every attention node whether a target supports and fuses it, and if not, why."""
     from mha_deploy.cli import tables
@@ -227,7 +263,21 @@ def check(bundle: Path = BUNDLE, **options: Any) -> Result:
 
 
 @verb(
-    options_from(md.build_engine, repeat={"min": 1, "max": 1000}, save_onnx={"metavar": "FILE.onnx"}),
+    options_of(EngineOptions),
+    options_from(
+        md.build_engine,
+        repeat=about(
+            "Number of builds. From 2 on, each starts without kernel timings, and what differs between them "
+            "is reported: kernels, sizes, and on a GPU errors and latencies. The last one is kept.",
+            min=1,
+            max=1000,
+        ),
+        save_onnx=about(
+            "A file for the lowered graph that TensorRT parses; large weights go into a second file next to "
+            "it.",
+            metavar="FILE.onnx",
+        ),
+    ),
     RUN,
 )
 def build_engine(
@@ -256,7 +306,17 @@ def build_engine(
     return Result(data, lambda: lines, outcome, verdict=tables.engine_verdict_renderable(manifest))
 
 
-@verb(options_from(md.refit, "weights", "prefix", "latency", "overwrite"), CONTROL)
+@verb(
+    options_from(
+        md.refit,
+        weights=about(
+            "The new weights, as `export` takes them; for the bundle of an ONNX file, another ONNX file."
+        ),
+        latency=LATENCY,
+    ),
+    options_of(ExportOptions, "prefix", "overwrite"),
+    CONTROL,
+)
 def refit(
     engine: Path = argument("ENGINE", "The engine in its bundle, built with --refit all."),
     out: Path = option(MISSING, "The folder of the new bundle.", *OUT),
@@ -286,7 +346,7 @@ def engine_to_dict(engine: Engine) -> dict[str, Any]:
     return {"engine": str(engine.path), **to_builtins(engine.shown)}
 
 
-@verb(options_from(md.package))
+@verb(options_of(PackageOptions))
 def package(
     bundle: Path = BUNDLE,
     triton: Path = option(MISSING, "The model repository to write or extend.", metavar="REPOSITORY"),
@@ -311,8 +371,21 @@ plugins = CommandGroup(
 
 @plugins.add
 @verb(
-    options_from(md.find_plugin_parts, *signature(md.find_plugin_parts).parameters),
-    options_from(md.build_plugins, "architectures", "out", architectures={"flags": ("--arch",)}),
+    options_from(
+        md.find_plugin_parts,
+        tensorrt_include=about("Folder of TensorRT's headers. default: searched for"),
+        cudnn_include=about("Folder of cuDNN's headers. default: searched for"),
+        cudnn_frontend_include=about("Folder of cudnn-frontend's headers. default: searched for"),
+        cuda_include=about("Folder of CUDA's headers. default: searched for"),
+        nvcc=about("The CUDA compiler. default: searched for"),
+    ),
+    options_from(
+        md.build_plugins,
+        architectures=about(
+            "GPU architectures to compile for, as 80,90. default: those that nvcc supports", "--arch"
+        ),
+        out=about("Folder to write. default: $MHA_DEPLOY_PLUGINS, or the cache folder"),
+    ),
 )
 def build(json: bool = JSON, **options: Any) -> Result:
     """Compile the plugin library against the TensorRT headers of this machine."""
@@ -378,7 +451,7 @@ def where(backend: str = option("tensorrt", "For which TensorRT.")) -> Result:
 # -- Verdicts and times ----------------------------------------------------------------------------
 
 
-@verb(options_from(md.validate), CONTROL)
+@verb(options_of(ValidateOptions), CONTROL)
 def validate(
     bundle: Path = BUNDLE,
     out: Path | None = option(None, "Folder of report.json and report.html. default: the bundle", *OUT),
@@ -432,7 +505,16 @@ def validate(
     )
 
 
-@verb(options_from(md.bisect, "backend"), CONTROL)
+@verb(
+    options_from(
+        md.bisect,
+        backend=about(
+            "A runtime, or the name of an engine. default: the first engine that runs here, else a CPU "
+            "runtime"
+        ),
+    ),
+    CONTROL,
+)
 def bisect(bundle: Path = BUNDLE, **options: Any) -> Result:
     """Find the first attention, and then the first node, at which an engine or runtime deviates."""
     from mha_deploy.cli import tables
@@ -444,7 +526,7 @@ def bisect(bundle: Path = BUNDLE, **options: Any) -> Result:
     return Result(to_builtins(found), lambda: [tables.bisection_renderable(found)], outcome=found.outcome)
 
 
-@verb(options_from(md.bench), CONTROL)
+@verb(options_of(BenchOptions), CONTROL)
 def bench(
     bundles: Sequence[Path] = argument("BUNDLE", "One or more bundles, with their engines built.", ()),
     out: Path | None = option(None, "Folder of bench.json and bench.html. default: the first bundle", *OUT),
@@ -529,7 +611,7 @@ def _descriptor(stream: Any) -> int | None:
 # -- Upgrades --------------------------------------------------------------------------------------
 
 
-@verb(options_from(md.compare))
+@verb(options_of(Limits))
 def compare(
     old: str = argument(
         "OLD", "The old result: a report.json, bench.json or matrix.json, a bundle, or an .engine file."
@@ -559,7 +641,18 @@ def _table_or_markdown(markdown: bool, found: Any, table: Table, *reasons: str) 
     return [tables.render(table), *reasons, tables.head(found.outcome, found.headline)]
 
 
-@verb(options_from(md.matrix, "out", "jobs", "address", out={"flags": OUT}, jobs={"min": 1, "max": 4096}))
+@verb(
+    options_from(
+        md.matrix,
+        out=about("Folder of bundles and results. A second run does only what is missing there.", *OUT),
+        jobs=about(
+            "Local processes, this many at a time, instead of Ray. default: Ray, or 1 without it",
+            min=1,
+            max=4096,
+        ),
+        address=about("Address of a Ray cluster. default: Ray on this machine"),
+    )
+)
 def matrix(
     plan: Path = argument("PLAN", "The plan, a TOML file; see docs/matrix.md."),
     markdown: bool = option(False, "Print the heat map as Markdown to stdout."),
@@ -619,7 +712,15 @@ def _show_cells() -> Iterator[Callable[[MatrixCell, int, int], None]]:
 # -- What is known without running anything --------------------------------------------------------
 
 
-@verb(options_from(md.inspect, "verify"))
+@verb(
+    options_from(
+        md.inspect,
+        verify=about(
+            "Compare the manifest of a bundle with its graph as well, as all other commands do. It takes a "
+            "second, since it loads ONNX."
+        ),
+    )
+)
 def inspect(
     path: Path = argument("PATH", "A bundle, an .engine file or an .onnx file."), **options: Any
 ) -> Result:
@@ -677,9 +778,31 @@ def models(every: bool = option(False, "Include the small layers of the tests.",
 
 @verb(
     {name: MODEL[name] for name in ("model", "hf", "layer", "axis")},
-    options_from(md.export, "weights", "prefix", "seed"),
-    options_from(md.analyze, "gpu", "peak", "precision", "at", peak={"metavar": "TFLOPS:GB/s"}),
-    options_from(md.compare_heads, "attention", "inputs"),
+    options_of(ExportOptions, "weights", "prefix", "seed"),
+    options_from(
+        md.analyze,
+        gpu=about(
+            "GPU whose peak figures are used: h200, h100, a100, b200, b300, gb200, l4, l40s, a10, rtx-4090, "
+            "rtx-5090, rtx-pro-6000, orin or thor."
+        ),
+        peak=about(
+            "Peak figures of another GPU instead: dense TFLOPS in this precision and memory bandwidth, such "
+            "as 362:864.",
+            metavar="TFLOPS:GB/s",
+        ),
+        precision=about("Precision of weights and activations: fp16, bf16 or fp32."),
+        at=about(
+            "Sizes, as B=1,S=2048, or of a layer with a KV cache prefill or decode. default: the optimum of "
+            "every axis; with a KV cache, the decode step"
+        ),
+    ),
+    options_from(
+        md.compare_heads,
+        attention=about("The attention of your own model whose heads are compared. default: the first"),
+        inputs=about(
+            "An .npz file of inputs to compare the heads of a catalog layer on. default: random inputs"
+        ),
+    ),
 )
 def analyze(
     data: str | None = option(
@@ -739,7 +862,7 @@ def analyze(
     return Result(found, lines)
 
 
-@verb(options_from(md.init, "overwrite"))
+@verb(options_from(md.init, overwrite=about("Replace an existing file.")))
 def init(
     path: Path = option(Path("mha-deploy.toml"), "The file to write.", "-o", "--output"), **options: Any
 ) -> Result:
@@ -748,7 +871,15 @@ def init(
     return Result({"file": str(written)}, lambda: [f"wrote {written}"])
 
 
-@verb(options_from(md.doctor, "load"))
+@verb(
+    options_from(
+        md.doctor,
+        load=about(
+            "Import PyTorch, ONNX, onnxscript and matplotlib as well, to check that they work. default: they "
+            "are only looked up"
+        ),
+    )
+)
 def doctor(**options: Any) -> Result:
     """Show which runtimes and GPUs this machine has, what each is for, and how to install the rest."""
     from mha_deploy.cli import tables
