@@ -163,16 +163,20 @@ def from_transformers(
     length: int | None = None,
     name: str = "",
 ) -> Deployable:
-    """A causal language model of Hugging Face transformers, with its KV cache as inputs and outputs.
+    """A language model of Hugging Face transformers: a decoder with its KV cache, or an encoder.
 
-    The cache is that of `StaticCache` or `DynamicCache`; layers with a sliding window keep all tokens, and
-    their masks hide those outside of it. Return it from a factory, or export it as it is.
+    A model that generates, such as that of `AutoModelForCausalLM`, gets its cache as inputs and outputs: that
+    of `StaticCache` or `DynamicCache`. Layers with a sliding window keep all tokens, and their masks hide
+    those outside of it. Any other, such as BERT, takes `input_ids` and `attention_mask`, and returns every
+    tensor of its result. Return the `Deployable` from a factory, or export it as it is.
 
     Args:
         model: The model, such as `AutoModelForCausalLM.from_pretrained(...)`.
-        cache: `static`, for a cache of `length` entries, or `dynamic`, for one that grows.
+        cache: `static`, for a cache of `length` entries, or `dynamic`, for one that grows. An encoder has
+            none.
         batch: The range of the batch, `min:opt:max`.
-        tokens: The range of new tokens in one call; default: 1:128:512, or less where `length` is.
+        tokens: The range of new tokens in one call, `min:opt:max`; default: 1:128:512, or less where `length`
+            is.
         length: How many tokens a sequence may have; default: 1024, or as many as the model has positions for.
         name: Name of the model; default: its type, such as llama.
 
@@ -182,8 +186,8 @@ def from_transformers(
         mha_deploy.errors.ExportError: This is not a transformers model...
     """
     with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
-        from mha_deploy.exporter.hugging_face import decoder_from_transformers
-    return decoder_from_transformers(model, cache=cache, batch=batch, tokens=tokens, length=length, name=name)
+        from mha_deploy.exporter.hugging_face import model_from_transformers
+    return model_from_transformers(model, cache=cache, batch=batch, tokens=tokens, length=length, name=name)
 
 
 def export(

@@ -21,6 +21,7 @@ from mha_deploy.graph.ir import is_op
 from mha_deploy.graph.quantize import ScaledConstant, scaled_constant
 from mha_deploy.graph.roles import FUSED_MATMULS, LAYOUT, MATMULS, NORMS, QUANTIZERS, SOFTMAXES
 from mha_deploy.graph.upcast import FLOATS, in_float64
+from mha_deploy.model.masking import ABSORBS_FLOAT32
 from mha_deploy.model.precision import PRECISIONS, Precision
 from mha_deploy.rounding import ACCUMULATED, MARGIN, hashed, nearest, normal, rounded
 from mha_deploy.runtime.onnx_reference import evaluator_of
@@ -99,7 +100,11 @@ class FileRounding(RoundingMode):
             return self._decide(node, run, inputs)
         if operator == "DequantizeLinear" and inputs[0].dtype == np.float64:  # softmax weights of a sample
             return (inputs[0] * _along(inputs[1], inputs[0], getattr(node, "axis", 1)),)
+        if operator == "Attention":
+            inputs = _fully_masked_alike(node, inputs)
         outputs = run(*inputs)
+        if operator in _SUMS:
+            outputs = tuple(map(_absorbed, outputs))
         if operator in _MATMULS:
             self.flops += _flops(operator, inputs, outputs[0])
             return tuple(self.rounded_array(self._accumulate(node, given, inputs, each)) for each in outputs)
@@ -212,6 +217,31 @@ class FileRounding(RoundingMode):
             return run(weights, *others) if is_integer else (narrow.astype(np.float64) / factor,)
 
         return quantize
+
+
+def _absorbed(total: np.ndarray) -> np.ndarray:
+    """A sum in FP64 with the numbers that float32 leaves of it where a mask absorbs a score."""
+    if total.dtype != np.float64 or not (hidden := total <= ABSORBS_FLOAT32).any():
+        return total
+    return np.where(hidden, total.astype(np.float32), total)
+
+
+def _fully_masked_alike(node: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Attention with zeros for queries whose scores the mask absorbs: they attend to all such keys alike."""
+    mask = inputs[3] if len(inputs) > 3 else None
+    if mask is None or mask.dtype != np.float64 or not mask.size:
+        return inputs
+    best = mask.max(-1, keepdims=True)
+    masked = (best <= ABSORBS_FLOAT32) & np.isfinite(best)
+    if not masked.any():
+        return inputs
+    query = inputs[0]
+    if query.ndim == 4:
+        query = np.where(masked, 0.0, query)
+    else:  # [batch, queries, heads · size]
+        heads = query.reshape(*query.shape[:2], node.q_num_heads, -1).swapaxes(1, 2)
+        query = np.where(masked, 0.0, heads).swapaxes(1, 2).reshape(query.shape)
+    return (query, *inputs[1:3], np.where(masked, mask - best, mask), *inputs[4:])
 
 
 def _fp8_steps(numbers: np.ndarray) -> np.ndarray:

@@ -1,7 +1,8 @@
-"""A causal language model of Hugging Face transformers as a `Deployable`, with its KV cache."""
+"""A language model of Hugging Face transformers as a `Deployable`: with its KV cache, or an encoder."""
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ _LENGTH, _TOKENS = 1024, (128, 512)  # of a sequence, and of a call: usual and a
 _EXAMPLE = 5  # tokens, new and cached alike
 
 
-def decoder_from_transformers(
+def model_from_transformers(
     model: Any, *, cache: str, batch: str, tokens: str | None, length: int | None, name: str
 ) -> Deployable:
     """See `mha_deploy.from_transformers`."""
@@ -32,12 +33,22 @@ def decoder_from_transformers(
     if not isinstance(model, PreTrainedModel):
         got, hint = type(model).__name__, "such as AutoModelForCausalLM.from_pretrained(...)"
         raise ExportError("This is not a transformers model.", got=got, hint=hint)
+    if model.config.is_encoder_decoder or model.main_input_name != "input_ids":
+        what = "from_transformers is for models that take tokens, and have an encoder or a decoder alone."
+        hint = "wrap it by hand: a Deployable whose module takes and returns tensors"
+        raise ExportError(what, got=type(model).__name__, hint=hint)
     model.eval()
     config = model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None)
     length = length or min(_LENGTH, positions if isinstance(positions, int) and positions > 1 else _LENGTH)
     usual, most = (min(size, length) for size in _TOKENS)
+    tokens, name = tokens or f"1:{usual}:{most}", name or config.model_type
     ids = torch.randint(0, config.vocab_size, (2, _EXAMPLE), device=model.device)
+    if not model.can_generate():
+        mask = torch.ones_like(ids)
+        mask[1, _EXAMPLE - 2 :] = 0  # the second sequence is padded
+        inputs = {"input_ids": Example(ids, "B", "S"), "attention_mask": Example(mask, "B", "S")}
+        return Deployable(module=_Encoder(model), inputs=inputs, axes={"B": batch, "S": tokens}, name=name)
     held = DynamicCache()
     with torch.inference_mode():
         model(input_ids=ids, past_key_values=held, use_cache=True)
@@ -65,10 +76,10 @@ def decoder_from_transformers(
     return Deployable(
         module=_Decoder(model, len(pairs), is_static),
         inputs=inputs,
-        axes={"B": batch, "S": tokens or f"1:{usual}:{most}", **past},
+        axes={"B": batch, "S": tokens, **past},
         kv_cache=cached,
         positions="cache_position" if is_static else (),
-        name=name or config.model_type,
+        name=name,
     )
 
 
@@ -77,6 +88,20 @@ def _names(kind: str, number: int, is_static: bool) -> tuple[str, str]:
     if is_static:
         return f"{kind}_cache_{number}", f"{kind}_cache_{number}_out"
     return f"past_{kind}_{number}", f"present_{kind}_{number}"
+
+
+class _Encoder(nn.Module):
+    """The model with tensors that come in and go out, without a cache."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._options = {"use_cache": False} if "use_cache" in signature(model.forward).parameters else {}
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        """Every tensor of the model's result, by name."""
+        result = self.model(input_ids=input_ids, attention_mask=attention_mask, **self._options)
+        return {name: each for name, each in result.items() if isinstance(each, Tensor)}
 
 
 class _Decoder(nn.Module):

@@ -6,7 +6,8 @@ them alike: it gives the mean of their values. With -inf for all keys, PyTorch g
 zeros.
 
 `graph/fuse/` reads masks by these rules, `graph/lower/` and `graph/mixed_precision.py` write them in other
-types, and the FP64 oracle (`exporter/oracle.py`) applies them, since in FP64 nothing is absorbed by itself.
+types, and the FP64 oracles (`exporter/oracle.py`, `exporter/file_program.py`) apply them, since in FP64
+nothing is absorbed by itself.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.graph import attention_node
 from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.ir import constant, nodes_behind
+from mha_deploy.graph.ir import constant, is_op
 from mha_deploy.graph.mixed_precision import FP16_MAX, Read, matmul_blocks, queries_and_keys, read_values
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime import available_cpu_backend, run_cases
@@ -177,13 +177,26 @@ class Meter:
 
 
 def lowest_constant(value: ir.Value | None) -> float | None:
-    """The lowest finite number of the floating-point constants that a value is computed from."""
-    lowest = math.inf
-    for each in {value, *(each for node in nodes_behind([value]) for each in node.inputs)}:
-        tensor = constant(each)
-        if tensor is not None and tensor.dtype.is_floating_point():
-            array = tensor.numpy().astype(np.float64)
-            lowest = float(array.min(initial=lowest, where=np.isfinite(array)))
+    """The lowest finite number that the floating-point constants behind a value can give it.
+
+    What only decides, as the condition of a `Where` or an operand of a comparison, gives it none, and what
+    `Max` or `Clip` bounds by a constant is not lower than that.
+    """
+    lowest, seen, waiting = math.inf, set[tuple[ir.Value, float]](), [(value, -math.inf)]
+    while waiting:
+        each, bound = waiting.pop()
+        if each is None or (each, bound) in seen or each.dtype == ir.DataType.BOOL:
+            continue
+        seen.add((each, bound))
+        if (tensor := constant(each)) is not None:
+            if tensor.dtype.is_floating_point():
+                array = np.maximum(tensor.numpy().astype(np.float64), bound)
+                lowest = float(array.min(initial=lowest, where=np.isfinite(array)))
+        elif (node := each.producer()) is not None:
+            inputs = node.inputs[1:] if is_op(node, "Where") else node.inputs
+            bounds = inputs if is_op(node, "Max") else inputs[1:2] if is_op(node, "Clip") else ()
+            bound = max((bound, *(float(t.numpy().item()) for x in bounds if (t := constant(x)) and t.size == 1)))
+            waiting += [(source, bound) for source in inputs]
     return lowest if lowest < math.inf else None
 
 

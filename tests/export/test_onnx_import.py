@@ -20,10 +20,11 @@ E, H, VOCABULARY = 64, 4, 61
 
 
 class Encoder(nn.Module):
-    """Token embedding and one attention, written by hand."""
+    """Token embedding and one attention, written by hand; `hidden` is the number that hides keys."""
 
-    def __init__(self):
+    def __init__(self, hidden=-10000.0):
         super().__init__()
+        self.hidden = hidden
         self.words, self.qkv, self.out = nn.Embedding(VOCABULARY, E), nn.Linear(E, 3 * E), nn.Linear(E, E)
 
     def forward(self, input_ids, attention_mask):
@@ -31,20 +32,23 @@ class Encoder(nn.Module):
         B, S, _ = x.shape
         q, k, v = (t.reshape(B, S, H, E // H).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
         scores = q @ k.transpose(-1, -2) * (E // H) ** -0.5
-        scores = scores + (1.0 - attention_mask[:, None, None, :].to(x.dtype)) * -10000.0
+        scores = scores + (1.0 - attention_mask[:, None, None, :].to(x.dtype)) * self.hidden
         attended = (scores.softmax(-1) @ v).transpose(1, 2).reshape(B, S, E)
         return x + self.out(attended)
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
+    return written(tmp_path_factory.mktemp("foreign") / "encoder.onnx")
+
+
+def written(path, **options):
     """The encoder as TorchScript's exporter writes it, in opset 17."""
-    path = tmp_path_factory.mktemp("foreign") / "encoder.onnx"
     torch.manual_seed(0)
     ids, mask = torch.randint(0, VOCABULARY, (2, 7)), torch.ones(2, 7, dtype=torch.int64)
     axes = {0: "batch", 1: "sequence"}
     torch.onnx.export(
-        Encoder().eval(),
+        Encoder(**options).eval(),
         (ids, mask),
         path,
         input_names=["input_ids", "attention_mask"],
@@ -70,6 +74,21 @@ def test_attention_is_fused_and_the_graph_is_right_in_fp16(imported):
     assert report.passed, report.headline
     cases = len(manifest.golden)
     assert f"{cases}/{cases} outputs within budget, 1/1 attention right" in report.headline
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["single-operators", "attention-node"])
+def test_a_fully_masked_query_attends_to_all_keys_alike_as_in_float32(fused, tmp_path):
+    """In FP64 the scores would still show beside -1e9; in float32, and in the graph, they do not."""
+    file = written(tmp_path / "encoder.onnx", hidden=-1e9)
+    if fused:
+        md.fuse_file(file, tmp_path / "fused.onnx")
+    source = tmp_path / ("fused.onnx" if fused else "encoder.onnx")
+    bundle = md.import_onnx(source, tmp_path / "bundle", golden=["opt", "masks"])
+    masks = next(case.inputs["attention_mask"] for case in golden_cases(bundle) if case.name == "masks")
+    assert not masks.any(-1).all()
+    report = md.validate(bundle)
+    assert report.passed, report.headline
+    assert not [finding for finding in report.findings if finding.level == "warning"]
 
 
 def test_an_engine_is_built_of_it(imported):

@@ -208,6 +208,38 @@ def test_no_call_of_a_transformers_model_has_more_tokens_than_its_cache(length, 
     assert Axis.parse(made.axes["T"]).max == entries
 
 
+def test_an_encoder_of_transformers_takes_tokens_and_a_mask_and_gives_every_tensor():
+    transformers = pytest.importorskip("transformers", minversion="5")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(vocab_size=40, max_position_embeddings=24, **sizes)
+    for kind in (transformers.BertModel, transformers.BertForSequenceClassification):
+        model = kind(config).eval()
+        made = md.from_transformers(model, batch="1:2:4")
+        assert (made.axes, dict(made.kv_cache)) == ({"B": "1:2:4", "S": "1:24:24"}, {})
+        given = {name: example.tensor for name, example in made.inputs.items()}
+        with torch.inference_mode():
+            got, want = made.module(**given), model(**given)
+        assert list(got) == list(want.keys())
+        assert all(torch.equal(got[name], want[name]) for name in got)
+
+
+@pytest.mark.parametrize("kind", ["T5ForConditionalGeneration", "ViTModel"])
+def test_a_model_of_transformers_that_does_not_just_take_tokens_is_refused(kind):
+    transformers = pytest.importorskip("transformers", minversion="5")
+    small = {
+        "T5ForConditionalGeneration": transformers.T5Config(
+            vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2
+        ),
+        "ViTModel": transformers.ViTConfig(
+            hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, image_size=32
+        ),
+    }
+    with pytest.raises(ExportError, match="take tokens") as raised:
+        md.from_transformers(getattr(transformers, kind)(small[kind]))
+    assert raised.value.got == kind
+
+
 def test_a_call_that_brings_more_tokens_than_entries_is_refused_before_the_export(tmp_path):
     made = cached_models.in_place()
     with pytest.raises(ExportError, match="more tokens than cache"):

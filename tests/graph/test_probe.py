@@ -190,6 +190,20 @@ def test_a_constant_is_found_through_the_cast_that_loses_it():
     assert (mask[feeds["seen"]] == 0).all()
 
 
+def test_what_only_decides_does_not_count_and_a_bound_does():
+    numbers = [scalar("zero", 0.0), scalar("hidden", -1e9), scalar("least", -3e38), scalar("bound", -3e4)]
+    nodes = [
+        helper.make_node("Where", ["seen", "zero", "hidden"], ["chosen"]),
+        helper.make_node("LessOrEqual", ["chosen", "least"], ["lost"]),
+        helper.make_node("Where", ["lost", "zero", "chosen"], ["kept"]),
+        helper.make_node("Cast", ["kept"], ["mask"], to=TensorProto.FLOAT16),
+    ]
+    assert lowest(masked(nodes, numbers[:3])) == -1e9
+    bounded = helper.make_node("Max", ["kept", "bound"], ["bounded"])
+    nodes[-1] = helper.make_node("Cast", ["bounded"], ["mask"], to=TensorProto.FLOAT16)
+    assert lowest(masked([*nodes[:-1], bounded, nodes[-1]], numbers)) == -3e4
+
+
 @pytest.mark.parametrize(
     "attribute",
     [
