@@ -188,7 +188,7 @@ class _Guarded:
         self._is_own = is_own or stream is None
         self._stream = stream if stream is not None else open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         self._elsewhere = elsewhere  # for what other threads print: they are not ours
-        self.has_text, self.problem = False, None
+        self.has_text, self.problem, self._is_at_start = False, None, True
         self.encoding = getattr(stream, "encoding", None) or "utf-8"
         self.errors = "replace"
 
@@ -197,8 +197,11 @@ class _Guarded:
     def write(self, text: str) -> int:
         if self._elsewhere is not None and threading.current_thread() is not threading.main_thread():
             return self._elsewhere.write(text)
-        parts = _STYLES.split(text) if self.isatty() else [text]  # every second one is a style
-        text = "".join(part if i % 2 else printable(part) for i, part in enumerate(parts))
+        if self.isatty():
+            parts = _STYLES.split(text)  # every second one is a style
+            text = "".join(part if i % 2 else printable(part) for i, part in enumerate(parts))
+        else:
+            text = printable(self._as_lines(text))
         try:
             text.encode(self.encoding)
         except UnicodeEncodeError:
@@ -209,6 +212,13 @@ class _Guarded:
         with self._may_fail():
             self._stream.write(text)
         return len(text)
+
+    def _as_lines(self, text: str) -> str:
+        """Text without styles; what a progress bar writes over itself on a terminal are lines."""
+        text = _STYLES.sub(lambda found: found[0] if found[0] == "\r" else "", text)
+        text = re.sub(r"\r*\n|\r+", "\n", text.lstrip("\r") if self._is_at_start else text)
+        self._is_at_start = text.endswith("\n") if text else self._is_at_start
+        return text
 
     def flush(self) -> None:
         with self._may_fail():

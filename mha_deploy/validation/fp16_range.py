@@ -195,7 +195,8 @@ def lowest_constant(value: ir.Value | None) -> float | None:
         elif (node := each.producer()) is not None:
             inputs = node.inputs[1:] if is_op(node, "Where") else node.inputs
             bounds = inputs if is_op(node, "Max") else inputs[1:2] if is_op(node, "Clip") else ()
-            bound = max((bound, *(float(t.numpy().item()) for x in bounds if (t := constant(x)) and t.size == 1)))
+            known = [tensor for tensor in map(constant, bounds) if tensor is not None and tensor.size == 1]
+            bound = max(bound, *(float(tensor.numpy().item()) for tensor in known), -math.inf)
             waiting += [(source, bound) for source in inputs]
     return lowest if lowest < math.inf else None
 

@@ -1,4 +1,4 @@
-"""A model whose code calls sys.exit() is bad input, wherever it does so, and never a success."""
+"""A model whose code calls sys.exit() is bad input, never a success; what it prints is plain text."""
 
 import pytest
 
@@ -93,3 +93,24 @@ def test_an_unknown_exception_is_a_bug_and_no_verdict(run_cli, monkeypatch):
 
     monkeypatch.setattr("mha_deploy.model.catalog.catalog_names", raise_it)
     assert run_cli("models").code == 70
+
+
+BAR = """
+import sys
+
+
+def build():
+    for done in (0, 50, 100):
+        sys.stderr.write(f"\\rLoading: {done}%")
+    sys.stderr.write("\\n\\x1b[1mLOADED\\x1b[0m\\r\\n")
+"""
+
+
+def test_a_progress_bar_of_the_model_is_lines_in_a_pipe(run_cli, tmp_path):
+    (tmp_path / "model.py").write_text(BAR)
+    done = run_cli("export", f"{tmp_path / 'model.py'}:build", "-o", str(tmp_path / "bundle"))
+    lines = done.err.splitlines()
+    assert [line for line in lines if line.startswith("L")] == [
+        "Loading: 0%", "Loading: 50%", "Loading: 100%", "LOADED",
+    ]  # fmt: skip
+    assert "" not in lines
