@@ -633,12 +633,12 @@ def compare(
 
 
 def _table_or_markdown(markdown: bool, found: Any, table: Table, *reasons: str) -> list[RenderableType]:
-    """A comparison or a matrix as Markdown, or as a table with reasons and the verdict."""
+    """A comparison or a matrix as Markdown, or the verdict with a table and reasons."""
     from mha_deploy.cli import tables
 
     if markdown:
         return [found.to_markdown()]
-    return [tables.render(table), *reasons, tables.head(found.outcome, found.headline)]
+    return [tables.head(found.outcome, found.headline), tables.render(table), *reasons]
 
 
 @verb(

@@ -441,12 +441,15 @@ def _measure_engine(engine: EngineRecord, name: str) -> Measured:
         yield "build time", name, Measurement("growth", owner, engine.seconds, shown, noise)
 
 
+_OF_MODEL = "model: "
+
+
 def _environment(result: ModelResult, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     yield "weights", result.model.weights if result.model else ""
     yield "bundle", result.model.bundle_sha256[:12] if result.model else ""
     for attribute, value in _spec(result).items():
         if attribute != "axes":
-            yield f"model: {attribute}", str(value)
+            yield f"{_OF_MODEL}{attribute}", str(value)
     for engine in result.engines or ():
         name = names.get(engine.name, engine.name)
         yield f"{name}: built by", f"{engine.backend} {engine.version}"
@@ -728,11 +731,16 @@ class Comparison(SavableResult):
         return {**data, "limits": vars(self.limits), "changes": changes}
 
     def table(self, *, everything: bool = False) -> Table:
-        """What changed, regressions before everything; with `everything` also what is the same."""
+        """What changed, regressions before everything; with `everything` also what is the same.
+
+        What makes the two sides incomparable comes even before those: regressions may follow from it.
+        """
         several = len({change.model for change in self.changes}) > 1
-        ordered = sorted(self.changes, key=lambda change: SECTIONS.index(change.section))
+        others = [change for change in self.not_comparable if change.section == "environment"]
+        ordered = sorted(self.changes, key=lambda change: (change not in others, SECTIONS.index(change.section)))
         listed = [change for change in ordered if everything or change.level != SAME]
-        rows: dict[Level, list[RawRow]] = {level: [] for level in _LEVELS}
+        levels = dict.fromkeys([NOT_COMPARABLE, *_LEVELS] if others else _LEVELS)
+        rows: dict[Level, list[RawRow]] = {level: [] for level in levels}
         for alike in group_by(listed, lambda change: replace(change, model="")):
             change, models = alike[0], [each.model for each in alike]
             level = Cell(text=change.level, status=_LEVELS[change.level])
@@ -843,6 +851,9 @@ def compare(old: Any, new: Any, limits: Limits | None = None) -> Comparison:
     if before.kind != after.kind:
         got = f"{before.name} is a {before.kind}, {after.name} is a {after.kind}"
         hint = "two reports, two benchmarks, two bundles, two engines or two matrices"
+        inside = [Path(side.name) / REPORT_FILE for side in (before, after) if side.kind == "bundle"]
+        if "report" in (before.kind, after.kind) and inside and inside[0].is_file():
+            hint = f"two reports, with that of the bundle: {inside[0]}"
         raise DeployError("Two results of one kind can be compared.", got=got, hint=hint)
     changes: list[Change] = []
     for first, second in _pairs(before.results, after.results):
@@ -999,6 +1010,7 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
     before, after = measurements(old), measurements(new, names)
     found = [*_gap_changes(old, new, names)]
     other = _not_the_same(old, new)
+    skipped = (_OF_MODEL,) if old.name != new.name else ()  # all attributes of another model
     found += [Change("environment", what, NOT_COMPARABLE, *values) for what, values in other.items()]
     gone = sorted(
         {each.name for each in engines[0]} - {names.get(each.name, each.name) for each in engines[1]}
@@ -1013,10 +1025,12 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
                 level, why = NOT_COMPARABLE, f"another {next(iter(other))}"
             elif section == "verdict" and level is IMPROVEMENT and gone:
                 level, why = CHANGED, f"engine {', '.join(gone)} is gone"
-            elif section == "environment" and subject in other:
+            elif section == "environment" and (subject in other or subject.startswith(skipped)):
                 continue
             found.append(Change(section, subject, level, first.shown, second.shown, why))
         elif first.kind == "tail":  # the median is missing, too
+            continue
+        elif subject.startswith(skipped):
             continue
         elif section in _FIGURES:
             found.append(Change(section, subject, CHANGED, first.shown, NOTHING))
@@ -1026,7 +1040,7 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
             reported.add(first.owner)
             found.append(Change("coverage", first.owner, lost, "present", "absent", _GONE))
     for (section, subject), item in after.items():
-        if (section, subject) not in before:
+        if (section, subject) not in before and not subject.startswith(skipped):
             level, why = _judge_alone(section, item)
             found.append(Change(section, subject, level, NOTHING, item.shown, why))
     return found

@@ -552,11 +552,12 @@ class Matrix(SavableResult):
         return found
 
     def reasons(self) -> list[tuple[str, str]]:
-        """The cells that were not built or are not right, and why."""
+        """The cells that were not built or are not right, and why; those that differ in options only once."""
         bad = [cell for cell in self.cells if cell.outcome is Outcome.FAILED]
-        return [
+        found = [
             (f"{each.model} {each.precision}, {each.runtime}", f"{each.status}: {each.why}") for each in bad
         ]
+        return list(dict.fromkeys(found))
 
     def _table(self, title: str, shown: Sequence[Cell]) -> Table:
         versions = {cell.runtime: cell.version for cell in self.cells if cell.version}
@@ -637,7 +638,7 @@ def run_matrix(
                 continue
             name, bundle = made
         except DeployError as error:
-            problem = error.in_one_line
+            problem = f"{error.in_one_line}; try: {error.hint}"
         for runtime, gpu, options in product(plan.runtimes, plan.gpus, plan.options):
             found = probes[runtime.name, gpu]
             cell = MatrixCell(

@@ -264,6 +264,10 @@ def test_what_is_not_the_same_is_not_comparable_and_said_first(name):
     assert (found.outcome, found.passed) == ("not verified", False)
     assert found.headline.startswith(f"not comparable: another {name.split()[0]} (")
     assert any(change.section == "latency" for change in found.not_comparable)
+    first = found.table().groups[0].rows[0]
+    assert {name.split()[0], "not comparable"} <= {str(getattr(cell, "text", cell)) for cell in first}
+    attributes = [change for change in found.changes if change.subject.startswith("model: ")]
+    assert bool(attributes) == (name != "model")
 
 
 def test_on_another_gpu_errors_are_compared_all_the_same():
@@ -464,7 +468,7 @@ def test_the_exit_code_is_the_verdict(run_cli, files, tmp_path):
     old, new = files
     done = run_cli("compare", old, new, "--junit", tmp_path / "j.xml", "--html", tmp_path / "page.html")
     assert done.code == 1
-    assert "FAILED" in done.out
+    assert done.out.startswith("FAILED")
     assert "fusion lost" in done.out
     suite = ElementTree.parse(tmp_path / "j.xml").getroot()
     failed = [case for case in suite if case.find("failure") is not None]
