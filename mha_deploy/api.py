@@ -260,8 +260,9 @@ def prune(
     Args:
         model: See `load_model`.
         out: The folder to write.
-        heads: Query heads of each attention, or auto: as few as max_loss allows.
-        kv_heads: In place of heads: key/value heads of each attention, the most alike pooled by their mean.
+        heads: Query heads of each attention, or auto: as few as the largest loss allows.
+        kv_heads: In place of query heads: key/value heads of each attention, the most alike pooled by their
+            mean.
         max_loss: Largest relative L2 between the outputs of the two models, both in FP64.
         data: Your own samples, as `validate` takes them; default: those of the Deployable, else drawn inputs.
         data_limit: Most samples; default: all.

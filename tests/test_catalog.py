@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from mha_deploy.errors import SpecError
+import mha_deploy as md
+from mha_deploy.errors import BundleError, SpecError
 from mha_deploy.model.catalog import catalog_folder, catalog_names, find_spec, read_spec
 from mha_deploy.model.layer import ATTENDS, MASKS, PROJECTIONS, VARIANTS, AttentionSpec
 
@@ -174,10 +175,24 @@ def test_an_unknown_name_suggests_the_nearest():
     assert ".toml" in caught.value.hint
 
 
-def test_a_name_near_to_nothing_lists_all():
+def test_a_name_near_to_nothing_lists_what_models_lists():
     with pytest.raises(SpecError) as caught:
         find_spec("zzz")
-    assert all(name in caught.value.hint for name in NAMES)
+    assert all((name in caught.value.hint) != name.startswith("tiny-") for name in NAMES)
+    with pytest.raises(SpecError) as caught:
+        find_spec("tiny-rop")
+    assert "tiny-rope" in caught.value.hint
+
+
+def test_a_model_or_a_misspelled_folder_in_place_of_a_bundle_is_named(tmp_path):
+    with pytest.raises(BundleError) as caught:
+        md.open_bundle("bert-base")
+    assert "deploy bert-base" in caught.value.hint
+    (tmp_path / "encoder").mkdir()
+    (tmp_path / "encoder" / "manifest.json").write_text("{}")
+    with pytest.raises(BundleError) as caught:
+        md.open_bundle(tmp_path / "encodr")
+    assert str(tmp_path / "encoder?") in caught.value.hint
 
 
 def test_a_name_cannot_lead_out_of_the_catalogue():

@@ -267,7 +267,7 @@ class GoldenBudget(SizeLimit):
     numbers: Callable[[Sizes], int] = lambda sizes: 0
 
     def __str__(self) -> str:
-        return f"{self.gflop:g} GFLOP, {self.gib:g} GiB and {self.mb:g} MB on disk"
+        return f"{self.gflop:g} GFLOP, {self.gib:g} GiB or {self.mb:g} MB on disk"
 
     def allows(self, spec: ModelSpec, sizes: Sizes) -> bool:
         """Whether a case of these sizes stays below the limit."""
@@ -343,7 +343,7 @@ def planned_cases(
             less = [f"{axis} = {most}" for axis, most in largest.items() if found.sizes[axis] < most]
             if name in ("large", LONG_PAST) and less:
                 text = ",".join(f"{axis}={size}" for axis, size in found.sizes.items())
-                notes.append(f"the {name} case has {text}: the axes allow {', '.join(less)}, beyond {budget}")
+                notes.append(f"the {name} case has {text}: {', '.join(less)} would exceed {budget}")
             yield found
 
 

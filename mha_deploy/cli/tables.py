@@ -123,6 +123,8 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     count = f"{len(manifest.attention)}/{spec.attention_count}"
     each = "" if spec.attention_count == 1 else "each "
     fused = f"{count} {'attention' if each == '' else 'attentions'}, {each}one ONNX Attention node"
+    if len(manifest.attention) < (spec.attention_count or 0):
+        fused = f"{count} attentions are one ONNX Attention node"
     lines = [("bundle", str(bundle.path)), ("model", f"{spec.name}: {_about(spec)}")]
     types = manifest.precision.name
     if manifest.loss is not None and "heads" not in manifest.loss.what:
@@ -681,7 +683,8 @@ def bisection_renderable(found: Bisection) -> RenderableType:
 
 def models_renderable(models: Iterable[Mapping[str, Any]], *, verbose: bool) -> RenderableType:
     """The table of known models; with `verbose` or in a wide terminal, what they cost as well."""
-    costs = verbose or shutil.get_terminal_size().columns >= _WIDE
+    columns = shutil.get_terminal_size().columns
+    costs = verbose or columns >= _WIDE
     counts = {"E": "#E", "parameters": "#parameters", "kv_bytes_per_token": "#KV B/token"}
     counts = counts if costs else {"E": "#E"}
     rows = []
@@ -690,8 +693,11 @@ def models_renderable(models: Iterable[Mapping[str, Any]], *, verbose: bool) -> 
         rows.append((row["name"], row["kind"], heads, *(f"{row[key]:,}" for key in counts), row["summary"]))
     headings = ("!model", "!kind", "#Hq/Hkv×D", *counts.values(), "description")
     words = "KV-cache bytes per token for FP16 or BF16" if costs else "-v: parameters and KV-cache bytes"
-    note = Text(f"One layer each; {words}. Other sizes: a .toml file, see the README.", style="dim")
-    return Group(render(table("", headings, rows), fill="description"), note)
+    more = "" if any(row[0].startswith("tiny-") for row in rows) else " --all: small ones, such as tiny-gqa."
+    note = Text(f"One layer each; {words}. Other sizes: a .toml file, see the README.{more}", style="dim")
+    shown = headings if columns >= _WIDE else headings[:-1] if costs else headings
+    rows = [row[: len(shown)] for row in rows]
+    return Group(render(table("", shown, rows), fill=shown[-1]), note)
 
 
 def model_row(spec: AttentionSpec) -> dict[str, Any]:

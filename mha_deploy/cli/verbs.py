@@ -759,7 +759,7 @@ def inspect(
             yield tables.attention_renderable(found.attention)
             if found.unfused:
                 count = plural(len(found.unfused), "attention")
-                yield f"{count} in other nodes: {', '.join(found.unfused)}"
+                yield f"{count} not fused yet: {', '.join(found.unfused)}"
                 yield f"to fuse what can be fused: mha-deploy fuse {path} -o fused.onnx"
             if found.foreign:
                 yield f"No engine is built of it: {', '.join(found.foreign)} are not ONNX's operators."

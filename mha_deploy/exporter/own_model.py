@@ -36,7 +36,7 @@ from mha_deploy.runtime.user_code import import_user_module, user_code, where_is
 
 # -- Load a user's factory and call it -------------------------------------------------------------
 
-_SEE = "see mha_deploy.Deployable"
+_SEE = 'Deployable(module=module, inputs={"x": Example(tensor, "B")}, axes={"B": "1:2:4"})'
 _Dims = Mapping[str, tuple[Dim, ...]]
 
 

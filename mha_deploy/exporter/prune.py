@@ -84,6 +84,9 @@ class _PrunableHeads:
         return self.Hq // self.Hkv
 
 
+_CACHE_HINT = "prune the model without its cache, then write the smaller one with a cache"
+
+
 def _refused(node: ir.Node, why: str, hint: str = "") -> ExportError:
     return ExportError(f"The heads of {node.name} cannot be removed.", got=why, hint=hint or _HINT)
 
@@ -92,8 +95,7 @@ def _heads_of(node: ir.Node) -> _PrunableHeads:
     """Read an attention and its projections, or say what is in the way."""
     found = read_attention(node)
     if found.has_past or found.has_present or found.has_nonpad_kv_seqlen:
-        hint = "prune the model without its cache, then write the smaller one with a cache"
-        raise _refused(node, "a KV cache, whose shape would change", hint)
+        raise _refused(node, "a KV cache, whose shape would change", _CACHE_HINT)
     if found.rank not in (3, 4) or not isinstance(found.Hq, int) or not isinstance(found.Hkv, int):
         raise _refused(node, f"inputs of rank {found.rank}")
     if found.has_qk_output:
@@ -352,11 +354,16 @@ def prune(
 
 def _opened(original: Original, data: Any, limit: int) -> tuple[Original, dict[str, _PrunableHeads], Samples]:
     """The model with fused attention, all its attentions with their projections, and its samples."""
+    if original.spec.kv_cache is not None:
+        raise ExportError(
+            "The heads of a model with a KV cache cannot be removed.", got=original.name, hint=_CACHE_HINT
+        )
     fused, _ = fuse_attention(original.model)
     original = replace(original, model=_in_plain_form(original, _drop_views(prepared(fused))))
     found = {str(n.name): _heads_of(n) for n in original.model.graph if is_attention(n)}
     if not found:
-        what, hint = "The model has no attention.", "`mha-deploy fuse` lists what is not fused, and why"
+        what = "No attention of the model is one Attention node."
+        hint = "`mha-deploy fuse` lists what is not fused, and why"
         raise ExportError(what, got=original.name, hint=hint)
     given = original.samples if data is None else data
     return original, found, Samples(original=original, given=given, limit=limit)

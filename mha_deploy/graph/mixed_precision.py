@@ -39,7 +39,7 @@ from mha_deploy.graph.ir import (
 )
 from mha_deploy.graph.roles import MATMULS, NORMS, SOFTMAXES
 from mha_deploy.graph.upcast import in_type, retype, retype_attributes
-from mha_deploy.model.masking import ABSORBS_FLOAT32
+from mha_deploy.model.masking import ABSORBS_ANY, ABSORBS_FLOAT32
 from mha_deploy.text import group_by, summarize_names
 
 # -- Records: measured ranges, and the plan --------------------------------------------------------
@@ -49,6 +49,7 @@ FLUSHED_BELOW = 2.0**-25
 """Half of FP16's smallest subnormal: smaller magnitudes are flushed to 0."""
 
 SENTINEL_FROM = 1e30
+_ABSORBS_ANY = float(np.float32(ABSORBS_ANY))
 """No activation of a float32 model is this large: such a number is a mask value or the absence of a bound."""
 
 
@@ -603,7 +604,7 @@ class Planner:
         self._graph, self._ranges, self._margin = work.graph, ranges, margin
         self._opsets = work.opset_imports
         self._limit = FP16_MAX / margin
-        self._end = f"and FP16 ends at {FP16_MAX:,.0f} (kept from {self._limit:,.0f} on)"
+        self._end = f"and FP16 ends at {FP16_MAX:,.0f} (kept in FP32 from {self._limit:,.0f} on)"
         self._data = data_values(work.graph)
         self._masks = mask_values(work.graph, self._data)
         self._kept: dict[ir.Node, KeptReason] = {}
@@ -630,7 +631,7 @@ class Planner:
                 self._kept.setdefault(node, reason)
         inputs = tuple(self._tensors(self._graph.inputs))
         float32_inputs = {each.name for each in inputs}
-        between = KeptReason("between", None, "it is between nodes in float32, and would only add Casts")
+        between = KeptReason("between", None, "between nodes in FP32, where FP16 would only add Casts")
         self._kept |= dict.fromkeys(enclosed_nodes(self._graph, set(self._kept), float32_inputs), between)
         kept = [
             (node, wide if is_attention(node) and self._kept[node].kind != "rounding" else "fp32")
@@ -704,11 +705,10 @@ class Planner:
         found += [value for value in self._graph.inputs if value.name in float32_inputs]
         for value in found:
             if number := self._sentinel(value):
-                reason = (
-                    "a mask value, which hides keys as before"
-                    if value in self._masks
-                    else "it means no bound"
-                )
+                reason = "it means no bound"
+                if value in self._masks:  # numbers that absorb any score are one number after `fuse`
+                    own = " (in place of the model's own number)" if number == _ABSORBS_ANY else ""
+                    reason = f"a mask value{own}, which hides keys as before"
                 yield Clamped(str(value.name), number, math.copysign(FP16_MAX, number), reason)
 
     def _reasons(self, node: ir.Node) -> Iterator[KeptReason]:

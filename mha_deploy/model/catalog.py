@@ -19,6 +19,7 @@ else:
 _LARGEST_SPEC = 1 << 20
 _LARGEST_SOURCE = 1 << 20  # of a Python file that is searched for factories
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_SMALL = "tiny"  # layers for tests
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -40,7 +41,9 @@ def find_spec(model: str) -> AttentionSpec:
     names = catalog_names()
     if model not in names:
         refuse_what_is_no_model(model)
-        hint = f"{nearest(model, names)} Or a path to a .toml file."
+        shown = [name for name in names if model.startswith(_SMALL) or not name.startswith(_SMALL)]
+        near = nearest(model, shown)
+        hint = f"{near}{'' if near.endswith('?') else '.'} Or a path to a .toml file."
         raise SpecError("No model of that name.", got=model, hint=hint)
     return read_spec(catalog_folder() / f"{model}.toml")
 
@@ -55,7 +58,8 @@ def refuse_what_is_no_model(model: str) -> None:
         raise SpecError(problem, got=model, hint=" or ".join(known) or hint)
     if (path / "config.json").is_file():
         hint = (
-            f"--hf {model} --layer 0 for one layer; for the whole model a factory with md.from_transformers"
+            f"--hf {model} --layer 0 for one layer; for the whole model a factory that returns "
+            "md.from_transformers(model)"
         )
         raise SpecError("This is the folder of a checkpoint.", got=model, hint=hint)
     if (path / "manifest.json").is_file():

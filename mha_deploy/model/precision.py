@@ -62,5 +62,7 @@ def smallest_normal(dtype: np.dtype) -> float:
 def find_precision(name: str) -> Precision:
     """Look a precision up by name."""
     if name not in PRECISIONS:
-        raise DeployError("No such precision.", got=name, hint=nearest(name, (*PRECISIONS, *EIGHT_BITS)))
+        raise DeployError(
+            "No such precision.", got=name, hint=nearest(name, ("auto", *PRECISIONS, *EIGHT_BITS))
+        )
     return PRECISIONS[name]

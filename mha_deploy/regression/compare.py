@@ -737,7 +737,9 @@ class Comparison(SavableResult):
         """
         several = len({change.model for change in self.changes}) > 1
         others = [change for change in self.not_comparable if change.section == "environment"]
-        ordered = sorted(self.changes, key=lambda change: (change not in others, SECTIONS.index(change.section)))
+        ordered = sorted(
+            self.changes, key=lambda change: (change not in others, SECTIONS.index(change.section))
+        )
         listed = [change for change in ordered if everything or change.level != SAME]
         levels = dict.fromkeys([NOT_COMPARABLE, *_LEVELS] if others else _LEVELS)
         rows: dict[Level, list[RawRow]] = {level: [] for level in levels}
@@ -1028,9 +1030,7 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
             elif section == "environment" and (subject in other or subject.startswith(skipped)):
                 continue
             found.append(Change(section, subject, level, first.shown, second.shown, why))
-        elif first.kind == "tail":  # the median is missing, too
-            continue
-        elif subject.startswith(skipped):
+        elif first.kind == "tail" or subject.startswith(skipped):  # the median is missing, too
             continue
         elif section in _FIGURES:
             found.append(Change(section, subject, CHANGED, first.shown, NOTHING))

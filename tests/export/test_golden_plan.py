@@ -65,9 +65,7 @@ def test_every_shipped_spec_gets_cases_inside_its_axes_and_budget_or_a_reason(na
         assert any(case.sizes[axis] > usual for axis, usual in spec.sizes("opt").items())
         (note,) = [note for note in plan.notes if note.startswith("the large case has ")] or [""]
         for axis, size in spec.sizes("max").items():
-            assert (f" {axis} = {size}," in note) == (case.sizes[axis] < size), (
-                "a maximum that is not reached"
-            )
+            assert (f" {axis} = {size}" in note) == (case.sizes[axis] < size), "a maximum that is not reached"
 
 
 def test_min_and_opt_are_the_sizes_of_the_spec():
@@ -229,10 +227,7 @@ def test_a_bundle_of_bert_base_is_small_and_reaches_the_longest_sequence():
     spec = find_spec("bert-base")
     plan = plan_golden(spec)
     assert {case.name: case.sizes for case in plan.cases}["large"] == {"B": 2, "S": 512}
-    assert (
-        "the large case has B=2,S=512: the axes allow B = 32, beyond 100 GFLOP, 4 GiB and 25 MB on disk"
-        in plan.notes
-    )
+    assert "the large case has B=2,S=512: B = 32 would exceed 100 GFLOP, 4 GiB or 25 MB on disk" in plan.notes
     assert sum(stored_bytes(spec, case.sizes) for case in plan.cases) < 45e6
     roomy = plan_golden(spec, ("large",), GoldenBudget(gflop=1e6, gib=1e3, mb=1e6))
     assert (roomy.cases[0].sizes, roomy.notes) == (spec.sizes("max"), ())

@@ -1,5 +1,6 @@
 """Fewer heads: the least needed ones go, with their slices of the weights, and the loss is its cost."""
 
+import cached_models
 import numpy as np
 import onnx
 import pytest
@@ -156,3 +157,8 @@ def test_keys_beside_those_of_an_input_are_a_cache_whose_heads_stay(tmp_path):
     with pytest.raises(md.DeployError, match="cannot be removed") as refused:
         md.prune(tmp_path / "cached.onnx", tmp_path / "out", heads=2)
     assert "KV cache" in refused.value.got
+
+
+def test_a_preallocated_cache_is_the_reason_why_heads_stay(tmp_path):
+    with pytest.raises(md.DeployError, match="KV cache"):
+        md.prune(md.load_model(cached_models.in_place()), tmp_path / "out", heads=1)

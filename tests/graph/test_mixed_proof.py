@@ -69,7 +69,10 @@ def test_the_plan_names_the_tensor_the_number_and_the_limit():
     down = next(each for each in planned(encoder({"0.up": 300.0, "0.down": 2000.0})).kept)
     assert (down.name, down.op_type, down.precision, down.kind) == ("0.down", "MatMul", "fp32", "overflow")
     assert down.figure > 65504
-    assert down.reason == f"0.down reaches {down.figure:,.6g}, and FP16 ends at 65,504 (kept from 16,376 on)"
+    assert (
+        down.reason
+        == f"0.down reaches {down.figure:,.6g}, and FP16 ends at 65,504 (kept in FP32 from 16,376 on)"
+    )
 
 
 def test_scores_that_overflow_keep_only_their_attention_float32():

@@ -59,13 +59,13 @@ def test_an_unknown_backend_is_refused_with_the_nearest():
     assert caught.value.exit_code == EXIT_BAD_INPUT
 
 
-@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
-def test_a_package_that_is_missing_says_how_to_get_it(backend, monkeypatch):
+@pytest.mark.parametrize(("backend", "extra"), [("tensorrt", "trt"), ("tensorrt-rtx", "rtx")])
+def test_a_package_that_is_missing_says_how_to_get_it(backend, extra, monkeypatch):
     # None in sys.modules makes the import fail, installed or not.
     monkeypatch.setitem(sys.modules, backend.replace("-", "_"), None)
     with pytest.raises(BackendUnavailable, match="cannot be imported") as caught:
         load(backend)
-    assert caught.value.hint.startswith("pip install tensorrt")
+    assert f"mha-deploy[{extra}]" in caught.value.hint
 
 
 def test_a_package_without_its_libraries_says_so(monkeypatch):

@@ -37,8 +37,8 @@ LEAN = {
 The lean one has 43 MB, the dispatch one loads the lean runtime that an engine holds.
 """
 INSTALL = {
-    "tensorrt": "pip install tensorrt",
-    "tensorrt-rtx": "pip install tensorrt-rtx-cu13",
+    "tensorrt": 'pip install "mha-deploy[trt]"',
+    "tensorrt-rtx": 'pip install "mha-deploy[rtx]"',
     "tensorrt-lean": 'pip install "mha-deploy[lean]"',
     "tensorrt-dispatch": "pip install tensorrt-dispatch-cu13-bindings tensorrt-dispatch-cu13-libs",
 }
