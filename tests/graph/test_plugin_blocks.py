@@ -14,6 +14,7 @@ from torch import nn
 
 import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.graph.fuse import fuse_attention
 from mha_deploy.graph.lower import lower
 from mha_deploy.judge import judge_case
 
@@ -110,7 +111,7 @@ def test_a_block_with_rotary_embedding_norm_and_gate(tables: tuple[str, str]) ->
     shape = (FP16, ["B", "S", 64])
     inputs = {"x": shape, "residual": shape, "angles": (FP16, [1, "S", 8])}
     model = model_of(nodes, inputs, {"y": shape}, constants, opset=24)
-    lowered = lower(model, "plugin", linear=True)
+    lowered = lower(fuse_attention(model)[0], "plugin", linear=True)
     norm, silu = own_attributes(lowered, "MhaDeployNormActivation")
     assert (norm["operation"], norm["has_second"], norm["keeps_sum"]) == (1, 1, 1)
     assert (silu["operation"], silu["has_second"]) == (4, 1)

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.graph.attention_node import is_attention
-from mha_deploy.graph.fuse import foreign, values, write
+from mha_deploy.graph.fuse import foreign, rotary, values, write
 from mha_deploy.graph.fuse.leftover import Leftovers
 from mha_deploy.graph.fuse.mask_pattern import FULLY_MASKED, Masks
 from mha_deploy.graph.fuse.pattern import (
@@ -46,6 +46,7 @@ from mha_deploy.graph.ir import (
     paused_collections,
     replace_node,
 )
+from mha_deploy.graph.roles import MATMULS
 from mha_deploy.graph.valid import inline_functions, refuse_invalid, sort
 
 __all__ = ["FuseReport", "FusedAttention", "NotFused", "Repair", "UnfusedSoftmax"]
@@ -53,6 +54,9 @@ __all__ += ["from_old_opset", "fuse_attention", "place_of", "share_tied_weights"
 
 TWICE = "the scores are computed once more: the file uses them elsewhere, too"
 UNBOUNDED = "scores beyond {:g} are not bounded as in the file"
+ROTARY = "the rotary embedding, which the file writes out, is one node"
+# What makes Q and K, before any rotary embedding
+_BEFORE_ROTARY = (*MATMULS, "Attention", "RotaryEmbedding")
 EXPANDED = "Q, K and V are expanded to each other and to the mask: the file does not state equal sizes"
 
 
@@ -214,6 +218,7 @@ class _Fusion:
         if self._spelling:
             self._spelling.restore()
             sort(self._model.graph)
+        self._write_rotary()
         self.report.fused, self.report.repairs = tuple(self._fused), tuple(self._repairs)
         self.report.already, self.report.layers = tuple(self._already), tuple(self._order)
         self.report.unfused = tuple(
@@ -331,6 +336,55 @@ class _Fusion:
         replace_node(node, builder, {0: result})
         self._loose |= write.remove_unused(before)
         self._note(name, changes)
+
+    def _write_rotary(self) -> None:
+        """Write rotary embedding of queries and keys as one node, the nearest to attention first."""
+        columns, tables, loose = rotary.Columns(), rotary.Tables(), set[ir.Value]()
+        attentions = [node for node in nodes_in(self._model.graph) if is_attention(node)]
+        pending = [each for node in reversed(attentions) for each in node.inputs[:2]]
+        seen, written = set[ir.Value](), False
+        while pending:
+            value = pending.pop()
+            node = None if value is None or value in seen else value.producer()
+            if value is None or node is None or node.graph is None or is_op(node, *_BEFORE_ROTARY):
+                continue
+            seen.add(value)
+            found = columns.rotary_at(value)
+            if found is None:
+                pending += node.inputs
+                continue
+            pending.append(found.x)
+            name = f"{values.module_of(node)}_rotary"
+            builder = NodeBuilder(self._free_prefix(name))
+            try:
+                with self._discarded_on_failure(builder):
+                    new, shared = rotary.write_rotary(found, builder, tables)
+                    if self._verify:
+                        self._compare_as_they_are(value, new, found.border)
+            except NotFused as refusal:
+                self._note(builder.prefix, [f"left as it was: {refusal.in_one_line}"])
+                pending += node.inputs
+                continue
+            tables, before, written = shared, list(node.inputs), True
+            replace_node(node, builder, {0: new})
+            loose |= write.remove_unused(before)
+            self._note(builder.prefix, [ROTARY])
+        if written:
+            write.remove_unused(loose, constants=True)
+            sort(self._model.graph)
+
+    def _compare_as_they_are(self, old: ir.Value, new: ir.Value, border: Boundary) -> None:
+        """Refuse a new value that is not the same as an old one, both computed by the graph as it is."""
+        region = Region([old], border, self._spelling, in_file=False)
+        if region.key not in self._compared:
+            try:
+                other = Region([new], border, self._spelling, in_file=False)
+                compare(region, other, border, self._model.opset_imports.get("", 1))
+                self._compared[region.key] = ()
+            except NotFused as refusal:
+                self._compared[region.key] = refusal
+        if isinstance(known := self._compared[region.key], NotFused):
+            raise known
 
     def _add_layer(self, name: str) -> None:
         self._order.append(name)

@@ -115,7 +115,7 @@ class Spelling:
 
     def inputs_of(self, node: ir.Node) -> Sequence[ir.Value | None]:
         """The inputs of a node, whether it is in the graph or was taken out."""
-        return self._inputs.get(node, node.inputs)
+        return node.inputs if node.graph is not None else self._inputs.get(node, node.inputs)
 
     def in_file(self, node: ir.Node) -> ir.Node:
         """The node of the file that a node stands for."""

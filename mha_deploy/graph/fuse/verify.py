@@ -316,7 +316,7 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
             try:
                 got = second(drawn, numbers)
             except _Failed as error:
-                what = "The Attention node fails where the file runs."
+                what = "The new node fails where the file runs."
                 raise NotFused(what, got=error) from error
             for at, pair in enumerate(zip(want, got, strict=True)):
                 rounding = _ROUNDING.get(pair[0].dtype, 0.1) * (_SHARP if draw == 2 else 1.0)
@@ -535,7 +535,7 @@ def _check(want: np.ndarray, got: np.ndarray, tolerance: float, exact: np.ndarra
     """
     if want.shape != got.shape or want.dtype != got.dtype:
         got_what = f"{want.dtype}{list(want.shape)} and {got.dtype}{list(got.shape)}"
-        raise NotFused("The Attention node gives another shape or type.", got=got_what)
+        raise NotFused("The new node gives another shape or type.", got=got_what)
     before, after = want.astype(np.float64), got.astype(np.float64)
     empty = np.isnan(before)
     # No attention of finite values is infinite: where the file is, its own exponentials overflow.
@@ -550,5 +550,5 @@ def _check(want: np.ndarray, got: np.ndarray, tolerance: float, exact: np.ndarra
     worst = float(np.max(error, initial=0.0))
     if not worst <= tolerance:
         what = f"relative error {worst:.2g} on drawn inputs"
-        raise NotFused("The Attention node does not compute the same.", got=what)
+        raise NotFused("The new node does not compute the same.", got=what)
     return bool((empty & (after == 0)).any())

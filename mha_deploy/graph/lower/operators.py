@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from mha_deploy.graph.ir import NodeBuilder, dim, dims, input_at, rank
+from mha_deploy.graph.ir import NodeBuilder, dim, dims, input_at, made_by, rank
 from mha_deploy.graph.lower.call import LoweringError
 
 # -- RMSNormalization in primitive operators, for older parsers ------------------------------------
@@ -51,8 +51,9 @@ class Rotary:
     """The inputs and attributes of a RotaryEmbedding node.
 
     `x` is `[B, heads, S, size]` or `[B, S, heads·size]`. `cos` and `sin` are `[positions, rotated/2]`, and
-    `positions`, `[B, S]`, the table row of each token; or, without it, `[B, S, rotated/2]`. So many elements
-    of a head are rotated, the rest stays. Where it is `interleaved`, a pair is two adjacent elements.
+    `positions`, `[B, S]`, the table row of each token; or, without it, `[B, S, rotated/2]`, and `[1, S, ·]`
+    where all batch elements have the same. So many elements of a head are rotated, the rest stays. Where it
+    is `interleaved`, a pair is two adjacent elements.
     """
 
     x: ir.Value
@@ -103,6 +104,9 @@ def rotary_to_contrib(node: ir.Node, b: NodeBuilder) -> ir.Value:
     if positions is None:
         # The tables are [B, S, ·]: their rows in order.
         cos, sin = (b.reshape(table, -1, rotary.rotated // 2) for table in (cos, sin))
+    if positions is None and dim(rotary.cos, 0) == 1:
+        positions = b.ints(0)  # of the first token
+    elif positions is None:
         B, S = b.size(rotary.x, 0), b.size(rotary.x, 2 if rotary.rank == 4 else 1)
         if isinstance(B, int) and isinstance(S, int):
             positions = b.reshape(b.ints(*range(B * S)), B, S)
@@ -137,6 +141,9 @@ def read_rotary(node: ir.Node) -> Rotary:
             hint="--attention native, or another target",
         )
     ids, pairs = input_at(node, 3), node.attributes.get_int("interleaved", 0) == 1
+    before = [input_at(made_by(table, "Expand"), 0) for table in (cos, sin)]
+    if ids is None and all(rank(each) == 3 and dim(each, 0) == 1 for each in before):
+        cos, sin = (each or table for each, table in zip(before, (cos, sin), strict=True))
     sizes = {"rank": len(shape), "heads": heads, "size": size, "rotated": R}
     return Rotary(x=x, cos=cos, sin=sin, positions=ids, interleaved=pairs, **sizes)
 

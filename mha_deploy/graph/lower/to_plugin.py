@@ -370,7 +370,8 @@ def take_rotary(
     b: NodeBuilder, call: AttentionCall, query: HeadsPlace, key: HeadsPlace, starts: ir.Value | None
 ) -> tuple[Rotary, int, HeadsPlace, HeadsPlace] | None:
     """The rotary embedding of both queries and keys, how its table rows are found, and both before it."""
-    one, other = (None if place.offset else _rotary_at(place.tensor) for place in (query, key))
+    nodes = [None if place.offset else made_by(place.tensor, ROTARY) for place in (query, key)]
+    one, other = (None if node is None else read_rotary(node) for node in nodes)
     if one is None or other is None:
         return None
     mode, other_mode = (_positions(rotary, starts, batch=call.attention.B) for rotary in (one, other))
@@ -381,51 +382,26 @@ def take_rotary(
     same = mode != plugin.GIVEN or one.positions is other.positions
     heads = (one.heads, one.size, other.heads, other.size) == (call.Hq, call.D, call.Hkv, call.D)
     whole = one.rotated % (plugin.ALIGNED if one.interleaved else 2 * plugin.ALIGNED) == 0
-    is_written_out = dims(one.cos)[-1:] == (one.rotated,)  # both halves are in the tables
-    wanted = (3, 3) if mode == plugin.PER_TOKEN else (2, 2)
-    ranks = is_written_out or (rank(one.cos), rank(one.sin)) == wanted
+    wanted = (3, 3) if one.positions is None else (2, 2)
+    ranks = (rank(one.cos), rank(one.sin)) == wanted
     typed = one.cos.dtype == one.sin.dtype == call.dtype
     if not (same and alike and heads and whole and ranks and typed):
         return None
     positions = None
     if mode == plugin.GIVEN and one.positions is not None:
         positions = as_int32(b, one.positions, name="positions")
-    if is_written_out:
-        cos, sin = (_half_table(b, table, one.rotated // 2) for table in (one.cos, one.sin))
+    if one.positions is None and mode == plugin.FROM_ZERO:
+        cos, sin = (_table_rows(b, table) for table in (one.cos, one.sin))
         one = replace(one, cos=cos, sin=sin)
     places = (place_of(one.x, one.heads, one.size), place_of(other.x, other.heads, other.size))
     return replace(one, positions=positions), mode, *places
 
 
-def _half_table(b: NodeBuilder, table: ir.Value, half: int) -> ir.Value:
-    """`[1 or B, S, R]` of equal halves as `[S, R/2]` or `[B, S, R/2]`."""
-    batch, length, _ = dims(table)
-    first = b.op("Slice", table, b.ints(0), b.ints(half), b.ints(2), name="first_half")
-    first.type, first.shape = table.type, ir.Shape([batch, length, half])
-    if batch != 1:
-        return first
-    rows = b.op("Squeeze", first, b.ints(0), name="rows")
-    rows.type, rows.shape = table.type, ir.Shape([length, half])
+def _table_rows(b: NodeBuilder, table: ir.Value) -> ir.Value:
+    """`[1, S, R/2]` as `[S, R/2]`."""
+    rows = b.op("Squeeze", table, b.ints(0), name="rows")
+    rows.type, rows.shape = table.type, ir.Shape(dims(table)[1:])
     return rows
-
-
-def _rotary_at(value: ir.Value) -> Rotary | None:
-    """The rotary embedding that a value comes from: a node, or `x cos + rotate_half(x) sin` written out."""
-    node = made_by(value, ROTARY)
-    if node is not None:
-        return read_rotary(node)
-    add = made_by(value, "Add")
-    terms = [] if add is None else [made_by(each, "Mul") for each in add.inputs if each is not None]
-    for direct, crossed in (terms, terms[::-1]) if len(terms) == 2 else ():
-        for (x, cos), (rotated, sin) in product(_orders(direct), _orders(crossed)):
-            cosines, sines = _table_of_halves(cos), _table_of_halves(sin)
-            if cosines is None or sines is None or not _is_rotated_half(rotated, x):
-                continue
-            _, heads, _, size = dims(x)
-            if isinstance(heads, int) and isinstance(size, int):
-                sizes: dict[str, int] = {"rank": 4, "heads": heads, "size": size, "rotated": size}
-                return Rotary(x=x, cos=cosines, sin=sines, positions=None, interleaved=False, **sizes)
-    return None
 
 
 def _orders(node: ir.Node | None) -> list[tuple[ir.Value, ir.Value]]:
@@ -434,42 +410,12 @@ def _orders(node: ir.Node | None) -> list[tuple[ir.Value, ir.Value]]:
     return [] if one is None or other is None else [(one, other), (other, one)]
 
 
-def _is_rotated_half(value: ir.Value, x: ir.Value) -> bool:
-    """Whether a value is the negative second half of x, then its first, along the last of four axes."""
-    concat = made_by(value, "Concat")
-    size = dims(x)[-1] if rank(x) == 4 else None
-    if concat is None or not isinstance(size, int) or concat.attributes.get_int("axis", 0) not in (-1, 3):
-        return False
-    halves = [input_at(made_by(concat.inputs[0], "Neg"), 0), input_at(concat, 1)]
-    for part, begin in zip(halves, (size // 2, 0), strict=True):
-        if part is None or dims(part)[-1:] != (size // 2,) or _cut_from(part, axis=3) != (x, begin):
-            return False
-    return len(concat.inputs) == 2
-
-
-def _table_of_halves(value: ir.Value) -> ir.Value | None:
-    """The `[B or 1, S, R]` before an axis for the heads, where its second half repeats the first."""
-    unsqueeze = made_by(value, "Unsqueeze")
-    source = table = input_at(unsqueeze, 0)
-    if unsqueeze is None or constant_ints(unsqueeze, 1) != (1,):
-        return None
-    while (node := made_by(source, "Cast", "Cos", "Sin", "Identity", "Mul")) is not None:
-        if node.op_type == "Mul" and constant_number(node.inputs[1]) is None:
-            return None  # not the scaling of the attention
-        source = node.inputs[0]
-    concat = made_by(source, "Concat")
-    if concat is None or table is None or rank(table) != 3 or len(concat.inputs) != 2:
-        return None
-    last = concat.attributes.get_int("axis", 0) in (-1, 2)
-    return table if last and concat.inputs[0] is concat.inputs[1] else None
-
-
 def _positions(rotary: Rotary, starts: ir.Value | None, *, batch: Dim) -> int | None:
     """How the rows of the tables are found: `FROM_ZERO`, `FROM_STARTS`, `PER_TOKEN` or `GIVEN`."""
     value = rotary.positions
     if value is None:
-        tokens = dims(rotary.cos)[0]
-        return plugin.PER_TOKEN if same_size(tokens, batch) else plugin.FROM_ZERO if tokens == 1 else None
+        tokens = dim(rotary.cos, 0)
+        return plugin.FROM_ZERO if tokens == 1 else plugin.PER_TOKEN if same_size(tokens, batch) else None
     source = input_at(made_by(value, "Expand"), 0) or value
     if _counts_up(source):
         return plugin.FROM_ZERO
