@@ -7,7 +7,7 @@ import gc
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -195,6 +195,37 @@ def perm(node: ir.Node) -> tuple[int, ...]:
 
 
 # -- Change a graph --------------------------------------------------------------------------------
+
+
+class Cut(NamedTuple):
+    """A part of a tensor, one behind the other along an axis."""
+
+    source: ir.Value  # the tensor
+    axis: int  # along which axis, counted from the last
+    begin: int  # where it begins there
+    end: int | None  # where it ends; None where the sizes are not known
+
+
+def cut_of(value: ir.Value | None) -> Cut | None:
+    """The part of another tensor that a value is, by a Slice along one axis or a Split; else None."""
+    node = made_by(value, "Slice", "Split")
+    source, count = input_at(node, 0), len(dims(input_at(node, 0)))
+    if value is None or node is None or source is None or not count:
+        return None
+    if is_op(node, "Split"):
+        axis = node.attributes.get_int("axis", 0) % count
+        sizes = [dim(each, axis) for each in node.outputs[: node.outputs.index(value)]]
+        before, own = [each for each in sizes if isinstance(each, int)], dim(value, axis)
+        if len(before) < len(sizes):
+            return None
+        return Cut(source, axis - count, sum(before), sum(before) + own if isinstance(own, int) else None)
+    begins, ends, axes, steps = (constant_ints(node, at) for at in (1, 2, 3, 4))
+    if not begins or not axes or len(axes) != 1 or (input_at(node, 4) is not None and steps != (1,)):
+        return None
+    size = dim(source, axes[0] % count)
+    if isinstance(size, int) and ends:
+        return Cut(source, axes[0] % count - count, *slice(begins[0], ends[0]).indices(size)[:2])
+    return Cut(source, axes[0] % count - count, begins[0], None) if begins[0] >= 0 else None
 
 
 def infer_shapes(

@@ -704,6 +704,7 @@ def _mask(node: ir.Node, inner: ir.Value, term: Term, scores: Scores) -> ir.Valu
 def _clip(node: ir.Node, scores: Scores) -> ir.Value | None:
     """`Max(scores, lowest)`, so that masked ones are not -inf; bounds that no score is expected to reach."""
     inner, bounds = node.inputs[0], [-math.inf, math.inf]
+    # One that is not constant counts as 0, which scores do reach: it is refused.
     if is_op(node, "Clip"):
         for at, each in enumerate(node.inputs[1:]):
             bounds[at] = bounds[at] if each is None else scalar_of(each) or 0.0

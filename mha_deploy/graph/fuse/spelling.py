@@ -35,9 +35,11 @@ from mha_deploy.graph.fuse.values import (
     sizes_of,
 )
 from mha_deploy.graph.ir import (
+    Cut,
     NodeBuilder,
     constant,
     constant_ints,
+    cut_of,
     graph_of_node,
     inner_graphs,
     input_at,
@@ -1506,43 +1508,10 @@ def _halves(parts: Sequence[ir.Value | None], count: int) -> Sequence[int] | Non
     return None
 
 
-class Cut(NamedTuple):
-    """A part of a tensor."""
-
-    source: ir.Value  # the tensor
-    axis: int  # along which axis, counted from the end
-    begin: int  # where it begins there
-    end: int  # where it ends
-
-
-def _cut_of(value: ir.Value | None) -> Cut | None:
-    """The part of another tensor that a value is, by a Slice or a Split."""
-    node = made_by(value, "Slice", "Split")
-    source = input_at(node, 0)
-    sizes = sizes_of(source)
-    if value is None or node is None or source is None or not sizes:
-        return None
-    if is_op(node, "Split"):
-        axis = node.attributes.get_int("axis", 0) % len(sizes)
-        counts = [(sizes_of(each) or [None] * len(sizes))[axis] for each in node.outputs]
-        known = [each for each in counts if isinstance(each, int)]
-        at = node.outputs.index(value)
-        if len(known) < len(counts):
-            return None
-        return Cut(source, axis - len(sizes), sum(known[:at]), sum(known[: at + 1]))
-    begins, ends, axes, steps = (constant_ints(node, at) for at in (1, 2, 3, 4))
-    if not begins or not ends or not axes or len(axes) != 1 or (input_at(node, 4) and steps != (1,)):
-        return None
-    size = sizes[axes[0]] if -len(sizes) <= axes[0] < len(sizes) else None
-    if not isinstance(size, int):
-        return None
-    return Cut(source, axes[0] % len(sizes) - len(sizes), *slice(begins[0], ends[0]).indices(size)[:2])
-
-
 def _part(value: ir.Value, cut: Cut, builder: NodeBuilder, depth: int = 0) -> ir.Value | None:
     """A part of what is computed from tensors one after the other, by the one that it is."""
     sizes, node = sizes_of(value), made_by(value, "Concat", *_EACH)
-    if sizes is None or node is None or depth > _MAX_DEPTH:
+    if sizes is None or node is None or cut.end is None or depth > _MAX_DEPTH:
         return None
     if is_op(node, "Concat"):
         begin = 0
@@ -1571,7 +1540,7 @@ def _part(value: ir.Value, cut: Cut, builder: NodeBuilder, depth: int = 0) -> ir
 def _part_of_weights(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """The matmul of V with a part of the weights of several attentions: with a softmax of its own."""
     for at, each in enumerate(node.inputs):
-        cut = _cut_of(each)
+        cut = cut_of(each)
         softmax = None if cut is None else made_by(cut.source, "Softmax")
         scores = input_at(softmax, 0)
         if each is None or cut is None or softmax is None or scores is None:
@@ -1589,10 +1558,12 @@ def _part_of_weights(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
 
 def _columns(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """Some columns of a matmul of weights, where V has them beside others, as ones that give their sum."""
-    cut = _cut_of(node.outputs[0])
+    cut = cut_of(node.outputs[0])
     matmul = None if cut is None else made_by(cut.source, "MatMul")
     weights, values = (input_at(matmul, at) for at in (0, 1))
-    if cut is None or weights is None or values is None or cut.axis != -1 or not _is_weights(weights):
+    if cut is None or cut.end is None or weights is None or values is None:
+        return None
+    if cut.axis != -1 or not _is_weights(weights):
         return None
     own = _part(values, cut, builder)
     if own is None:

@@ -33,6 +33,7 @@ from mha_deploy.graph.ir import (
     constant,
     constant_ints,
     constant_number,
+    cut_of,
     dim,
     dims,
     graph_of_node,
@@ -158,18 +159,9 @@ def _before_transpose(
 
 def _cut_from(part: ir.Value, *, axis: int) -> HeadsPlace | None:
     """The whole that a Split or Slice takes a part of along an axis, and the offset; None for another cut."""
-    node, axes_meant = made_by(part, "Split", "Slice"), (axis, axis - len(dims(part)))
-    whole = input_at(node, 0)
-    if node is None or whole is None:
-        return None
-    if node.op_type == "Split":
-        before = [dim(output, axis) for output in node.outputs[: node.outputs.index(part)]]
-        known = [size for size in before if isinstance(size, int)]
-        along = (node.attributes.get_int("axis", 0) or 0) in axes_meant
-        return HeadsPlace(whole, sum(known)) if along and len(known) == len(before) else None
-    begin, axes, steps = ((constant_ints(node, at) or ()) for at in (1, 3, 4))
-    along = len(axes) == 1 and axes[0] in axes_meant and (input_at(node, 4) is None or steps == (1,))
-    return HeadsPlace(whole, begin[0]) if along and len(begin) == 1 and begin[0] >= 0 else None
+    cut = cut_of(part)
+    along = cut is not None and cut.axis == axis - len(dims(part))
+    return HeadsPlace(cut.source, cut.begin) if along and cut is not None else None
 
 
 def _is_aligned(place: HeadsPlace) -> bool:
