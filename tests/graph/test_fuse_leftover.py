@@ -564,3 +564,23 @@ def test_scores_of_a_fixed_size_before_an_unknown_step_are_listed(name):
     model.graph.initializer.append(onnx.numpy_helper.from_array(learned.transpose(0, 2, 1), "V"))
     _, report = md.fuse(model)
     assert (len(report.fused), len(report.unfused)) == (0, 1)
+
+
+def test_powers_of_a_matrix_are_no_attention():
+    """As of who is reached from whom: the mask of an attention over a tree."""
+    g = Hand()
+    reached = g.input("parents", (S, S))
+    for _ in range(2):
+        reached = g.op("Min", g.op("MatMul", reached, reached), g.const(1.0))
+    masked = g.op("Where", g.op("Greater", reached, g.const(0.5)), g.scores(), g.const(-1e9))
+    report = check_same(g.model(g.attend(masked)))
+    assert (len(report.fused), report.unfused) == (1, ())
+
+
+@pytest.mark.parametrize("reduction", ["ReduceMax", "ReduceMean"])
+def test_weighted_values_that_are_not_summed_are_listed(reduction):
+    g = Hand()
+    weights = g.op("Unsqueeze", g.op("Softmax", g.scores()), g.ints(4))
+    weighted = g.op("Mul", weights, g.op("Unsqueeze", "v", g.ints(2)))
+    report = check_same(g.model(g.op(reduction, weighted, g.ints(3), keepdims=0)))
+    assert (report.fused, len(report.unfused)) == ((), 1)

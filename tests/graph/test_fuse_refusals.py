@@ -104,7 +104,7 @@ def test_shapes_that_do_not_prove_it(shapes, reason):
     assert report.unfused[0].reason.startswith(reason)
 
 
-BOTH_WAYS = [helper.make_node("Relu", ["s"], ["z"]), helper.make_node("Add", ["s", "z"], ["s2"])]
+BOTH_WAYS = [helper.make_node("Relu", ["s"], ["z"]), helper.make_node("Mul", ["s", "z"], ["s2"])]
 SECOND = [helper.make_node("MatMul", ["q", "kt"], ["r"]), helper.make_node("Mul", ["s", "r"], ["s2"])]
 
 
@@ -123,7 +123,7 @@ SECOND = [helper.make_node("MatMul", ["q", "kt"], ["r"]), helper.make_node("Mul"
             [helper.make_node("Max", ["s", "q", "k"], ["s2"])],
             "Max stands between the scores and the softmax.",
         ),
-        (BOTH_WAYS, "The scores come to the softmax in several ways. Relu z, Add s2"),
+        (BOTH_WAYS, "The scores come to the softmax in several ways. Relu z, Mul s2"),
         (SECOND, "The scores are made of two matmuls"),
     ],
 )

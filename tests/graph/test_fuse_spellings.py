@@ -606,11 +606,6 @@ def blended_with_another(g):
     return g.attend(g.op("Add", g.op("Mul", g.scores(), other), hidden(g)))
 
 
-def less_the_maximum_of_queries(g):
-    scores = g.scores()
-    return g.attend(g.op("Sub", scores, g.op("ReduceMax", scores, g.ints(-2), keepdims=1)))
-
-
 def over_a_sum_with_a_large_bound(g):
     powers = shifted(g)
     return g.op("MatMul", g.op("Div", powers, g.op("Clip", total(g, powers), g.const(2.0))), "v")
@@ -648,7 +643,7 @@ def divided_by_sums_of_other_queries(g):
 OTHERS = [squared_and_not_renormalised, divided_by_sums_of_other_queries]
 OTHERS += [weakly_renormalised, not_renormalised, masked_behind_by_another, masked_behind_beside_another]
 OTHERS += [blended_with_numbers, blended_with_another, divided_by_another_sum]
-OTHERS += [less_the_maximum_of_queries, over_a_sum_with_a_large_bound, over_a_sum_of_any_size_with_a_bound]
+OTHERS += [over_a_sum_with_a_large_bound, over_a_sum_of_any_size_with_a_bound]
 OTHERS += [powers_times_numbers_of_pairs, bounded_near]
 
 
@@ -1256,3 +1251,81 @@ def test_attentions_of_onnx_runtime(past, causal):
     feeds = random_feeds(model) | ({} if past else {"mask": PADDED})
     for want, got in zip(run(model, feeds), run(new, feeds), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+@pytest.mark.parametrize("rows", ["R", 3])
+def test_attention_that_is_tied_over_rows(rows):
+    """The scores are summed over the rows of an alignment, each of which has values of its own."""
+    g = axes_of({name: (rows, "S", "N", 2, D) for name in "qkv"})
+    scores = g.op("Einsum", "q", "k", equation="rinhd,rjnhd->hnij")
+    masked = g.op("Where", g.input("keep", (1, "N", 1, "S"), BOOL), scores, g.const(-1e9))
+    y = g.op("Einsum", g.op("Softmax", masked), "v", equation="hnij,rjnhd->rinhd")
+    check_heads(g, y, (2, 2))
+
+
+def dead_rows(g, scores, mask, how):
+    """Where all keys of a query are masked, or some are not."""
+    shown = g.op("Not", g.op("Equal", scores, g.const(-np.inf))) if how == "scores" else mask
+    seen = g.cast(g.op("ReduceMax", g.cast(shown, TensorProto.INT32), g.ints(-1), keepdims=1), BOOL)
+    return seen if how == "some" else g.op("Not", seen)
+
+
+@pytest.mark.parametrize("how", ["scores", "mask", "some"])
+def test_weights_of_fully_masked_queries_are_zero(how):
+    g = Hand()
+    mask = g.input("mask", (B, 1, S, S), BOOL)
+    scores = g.op("Add", g.scores(), g.op("Where", mask, g.const(0.0), g.const(-np.inf)))
+    weights = g.op("Softmax", scores)
+    zero = g.op("Expand", g.const(0.0), g.op("Shape", weights))
+    chosen = (weights, zero) if how == "some" else (zero, weights)
+    y = g.op("MatMul", g.op("Where", dead_rows(g, scores, mask, how), *chosen), "v")
+    model = g.model(y)
+    new, report = fused(model)
+    assert [(each.mask, report.unfused) for each in report.fused] == [("bool", ())]
+    assert "MatMul" not in {node.op_type for node in new.graph.node}  # the scores are not computed for it
+    feeds = random_feeds(model)
+    feeds["mask"][0, 0, 2] = False
+    want, got = (run(each, feeds)[0] for each in (model, new))
+    assert (want[0, :, 2] == 0).all()
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def less_the_cosine_of_positions(g, scores):
+    """As contextual positions are: sums of gates."""
+    return g.op("Cos", g.op("CumSum", g.op("Sigmoid", scores), g.const(-1, np.int64)))
+
+
+def less_the_maximum_of_queries(g, scores):
+    return g.op("ReduceMax", scores, g.ints(-2), keepdims=1)
+
+
+def less_what_one_head_selects(g, scores):
+    return g.op("Relu", g.op("Gather", scores, g.ints(0), axis=1))
+
+
+@pytest.mark.parametrize(
+    "bias", [less_the_cosine_of_positions, less_the_maximum_of_queries, less_what_one_head_selects]
+)
+def test_a_bias_that_is_computed_from_the_scores(bias):
+    g = Hand()
+    scores = g.op("Mul", g.scores(), g.const(0.5))
+    report = check_same(g.model(g.attend(g.op("Sub", scores, bias(g, scores)))))
+    assert ([each.mask for each in report.fused], report.unfused) == (["float"], ())
+
+
+@pytest.mark.parametrize("copied", ["Tile", "Expand"])
+def test_one_query_that_is_copied_for_every_key(copied):
+    """The fill is written as ones of the shape of the scores, times a number."""
+    g = axes_of({"q": ("N", D), "k": ("N", "S", D)})
+    length = g.op("Shape", "k", start=1, end=2)
+    if copied == "Tile":
+        flat = g.op("Tile", "q", g.op("Concat", g.ints(1), length, axis=0))
+        many = g.op("Reshape", flat, g.op("Concat", g.ints(-1), length, g.ints(D), axis=0))
+    else:
+        many = g.op("Expand", g.op("Unsqueeze", "q", g.ints(1)), g.op("Shape", "k"))
+    scores = g.op("ReduceSum", g.op("Mul", many, "k"), g.ints(-1), keepdims=0)
+    scores = g.op("Reshape", scores, g.op("Concat", g.ints(-1, 1), length, axis=0))
+    ones = g.op("Add", g.op("Sub", scores, scores), g.const(1.0))
+    shown = g.input("keep", ("N", 1, "S"), BOOL)
+    masked = g.op("Where", shown, scores, g.op("Mul", ones, g.const(-(2.0**32))))
+    check_heads(g, g.op("MatMul", g.op("Softmax", g.op("Div", masked, g.const(2.0))), "k"), (1, 1))

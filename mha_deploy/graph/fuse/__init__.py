@@ -161,6 +161,7 @@ def fuse_attention(
             value.shape = own_shape if own_shape is not None else shape if fixed else value.shape
         for value, shape in (fixed | unnamed | dict.fromkeys(entered)).items():
             value.shape = shape
+        values.forget_cuts(work)
         return refuse_invalid(work, again, "The graph with its attentions fused"), fusion.report
 
 
@@ -453,19 +454,21 @@ def _explain(node: ir.Node) -> NotFused:
 def _boundary(pattern: Pattern, spelling: Spelling) -> Boundary:
     """What is drawn to compare an attention with its original: Q, K, V and the masks."""
     terms, scores = pattern.masking.terms, pattern.scores
-    dims = dict[ir.Value, tuple[int | str, ...]]()
-    for each in (pattern.q, pattern.k, pattern.v, *terms, *scores.multipliers):
-        if known := values.sizes_of(each.value):
-            dims[spelling.original(each.value)] = tuple(
-                pattern.size(axis) if size is None or GENERATED in str(size) else size
-                for axis, size in zip(each.axes[-len(known) :], known, strict=True)
-            )
     depth = pattern.q.dim(pattern.letters.size)
     root = math.sqrt(depth if isinstance(depth, int) else 8)
     spread = (2.0 / (abs(pattern.scale) * root)) ** 0.5
     drawn = mask_stops([*(term.value for term in terms), *([scores.sink.value] if scores.sink else [])])
+    drawn.pop(pattern.first.node.outputs[0], None)  # a bias may be computed from the scores
     drawn |= {pattern.q.value: spread, pattern.k.value: spread, pattern.v.value: 1.0}
     drawn |= dict.fromkeys((each.value for each in scores.multipliers), FACTOR)
     drawn |= dict.fromkeys(scores.shifts, 1.0)
+    dims = dict[ir.Value, tuple[int | str, ...]]()
+    for each in (pattern.q, pattern.k, pattern.v, *terms, *scores.multipliers):
+        known = values.sizes_of(each.value)
+        if known and (each.value in drawn or not any(map(values.is_of_run, known))):
+            dims[spelling.original(each.value)] = tuple(
+                pattern.size(axis) if size is None or GENERATED in str(size) else size
+                for axis, size in zip(each.axes[-len(known) :], known, strict=True)
+            )
     extreme = min(EXTREME, scores.bound / (4.0 * root))  # no two of them are further apart than it
     return Boundary(drawn=spelling.drawn_in_file(drawn), dims=dims, extreme=extreme)

@@ -32,6 +32,7 @@ _BETWEEN = _ACTIVATIONS | frozenset(
 )
 # What changes the number of keys that scores are about.
 _LONGER = ("Concat", "Pad", "Slice", "Split")
+_OTHER_SUMS = ("ReduceMax", "ReduceMin", "ReduceMean", "ReduceL2", "ReduceLogSumExp", "ReduceProd")
 _NO_SOFTMAX = "Attention always has one."
 
 
@@ -216,7 +217,7 @@ class Leftovers:
                     self._followed.setdefault(node, {})[matmul] = self._linear.pop(matmul)
                     self._popped += 1
             return replace(_COMPUTED, softmaxes=here)
-        expanded = _expanded_matmul(node)
+        expanded = _expanded_matmul(node, of_weights=joined.softmaxes is not None)
         if expanded is not None:
             given = self._of(expanded.inputs)
         elif not is_op(node, "Gemm", "Einsum") and "MatMul" not in node.op_type:
@@ -242,6 +243,8 @@ class Leftovers:
                 return joined.behind_projection(scores=True, sizes=joined.sizes | _fixed_sizes(node))
             # Scores are not normalized and then projected: behind both is the next layer.
             return joined.behind_projection(scores=joined.scores and not joined.normed)
+        if is_op(node, "MatMul") and node.inputs[0] is node.inputs[1]:
+            return joined.behind_projection()  # a power of a matrix, as of who is reached from whom
         weights = [each.softmaxes is not None for each in operands]
         if any(weights) and not all(weights):
             return _COMPUTED  # the matmul with V
@@ -296,12 +299,14 @@ def _fixed_sizes(node: ir.Node) -> frozenset[int]:
     return frozenset(size for size in sizes_of(node.outputs[0]) or () if isinstance(size, int))
 
 
-def _expanded_matmul(node: ir.Node) -> ir.Node | None:
+def _expanded_matmul(node: ir.Node, *, of_weights: bool) -> ir.Node | None:
     """The Mul of `ReduceSum(Mul(x, y))`, where each is copied along an axis of the other: a GEMM.
 
-    The same for a sum over all positions up to each, the state of a linear attention.
+    The same for a sum over all positions up to each, the state of a linear attention; with weights, for what
+    else may stand in the place of the sum.
     """
-    inner = made_by(node.inputs[0], "Mul") if is_op(node, "ReduceSum", "CumSum") else None
+    sums = ("ReduceSum", "CumSum", *(_OTHER_SUMS if of_weights else ()))
+    inner = made_by(node.inputs[0], "Mul") if is_op(node, *sums) else None
     if inner is None or None in inner.inputs:
         return None
     one, other = (sizes_of(value) for value in inner.inputs)

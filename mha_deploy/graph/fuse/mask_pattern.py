@@ -623,6 +623,14 @@ class Behind:
     axes: Axes  # the axes of the weights there; the condition is aligned to the last of them
 
 
+def _two_numbers(mask: ir.Value) -> tuple[ir.Value, float, float] | None:
+    """The same as `_choice`, of a Where as well."""
+    node = made_by(mask, "Where")
+    condition = input_at(node, 0)
+    one, other = (None, None) if node is None else map(scalar_of, node.inputs[1:])
+    return _choice(mask) if condition is None or one is None or other is None else (condition, one, other)
+
+
 def hide_behind(terms: list[Term], behind: Behind, dtype: ir.DataType | None) -> list[Term]:
     """The masks of scores whose weights are masked once more by one of them.
 
@@ -631,7 +639,8 @@ def hide_behind(terms: list[Term], behind: Behind, dtype: ir.DataType | None) ->
     """
     for term in terms:
         mask = term
-        if isinstance(term, Bias) and not term.times and (choice := _choice(term.value)) is not None:
+        choice = _two_numbers(term.value) if isinstance(term, Bias) and not term.times else None
+        if isinstance(term, Bias) and choice is not None:
             for shown, (kept, other) in ((True, choice[1:]), (False, choice[:0:-1])):
                 if kept == 0.0 and term.factor > 0:
                     fill = other * term.factor
@@ -1022,25 +1031,35 @@ class ScorePlace:
         full = "".join(axis for axis in self.order if len(axis) > 1 and large & set(axis))
         full = "".join(letter for letter in full if letter in apart)
         if any(apart[each] == 1 != self.sizes[each] for each in full):
-            value = builder.expand(value, *(self._size(each) if each in full else 1 for each in apart))
+            thin = {each for each in full if apart[each] == 1}
+            held = {letter: (value, at) for at, letter in enumerate(apart) if letter not in thin}
+            kind = value.type
+            value = builder.expand(value, *(self._size(each, held) if each in thin else 1 for each in apart))
+            value.type = kind
             apart |= {letter: self.sizes[letter] for letter in full}
         return rejoined(value, tuple(apart), self.order, apart, builder, self.sources)
 
-    def _size(self, letter: str) -> int | ir.Value:
-        """The size of a letter, at run time if need be."""
+    def _size(self, letter: str, held: Mapping[str, tuple[ir.Value, int]]) -> int | ir.Value:
+        """The size of a letter, at run time if need be; `held`: where others are an axis."""
         size = self.sizes[letter]
         if isinstance(size, int):
             return size
         if (found := self.sources.size(letter, self.builder)) is not None:
             return found
         at, axis = next((at, axis) for at, axis in enumerate(self.order) if letter in axis)
-        others = product(self.sizes[each] for each in axis if each != letter)
-        if not isinstance(others, int):
+        others = [each for each in axis if each != letter]
+        sizes = {
+            each: self.builder.size(*held[each]) if each in held else self.sizes[each] for each in others
+        }
+        known = [each for each in sizes.values() if isinstance(each, int | ir.Value)]
+        if len(known) < len(others):
             raise NotFused("The mask has an axis of several sizes that are not known.", got=size)
         # The batch of Q, or the rows of Q or of K.
         places = {0: (self.rows[0], 0), len(self.order) - 2: (self.rows[0], -2)}
-        whole = self.builder.size(*places.get(at, (self.rows[1], -2)))
-        return self.builder.op("Div", self.builder.as_tensor(whole), self.builder.ints(others), name="size")
+        whole = self.builder.as_tensor(self.builder.size(*places.get(at, (self.rows[1], -2))))
+        for each in map(self.builder.as_tensor, known):
+            whole = self.builder.op("Div", whole, each, name="size")
+        return whole
 
 
 class Sources:

@@ -109,6 +109,7 @@ class Alphabet:
 
     def _from_the_left(self, axes: Axes, dims: Sequence[Size]) -> Axes | None:
         left, result = list("".join(self.resolved(axes))), list[str]()
+        absorbed = list[tuple[int, str]]()  # axes of size 1, and what they were joined with
         for size in dims:
             rest, taken = size, ""
             if rest == 1 and left and self.sizes[left[0]] == 1:
@@ -119,6 +120,7 @@ class Alphabet:
                 letter = left.pop(0)
                 if self.sizes[letter] == 1 and result and not taken:  # one head is part of the batch
                     result[-1] += letter
+                    absorbed.append((len(result) - 1, letter))
                     continue
                 smaller = quotient(rest, self.sizes[letter])
                 if smaller is None:  # the axis is larger than what is missing
@@ -130,6 +132,9 @@ class Alphabet:
                     left.insert(0, second)
                     letter, smaller = first, 1
                 taken, rest = taken + letter, smaller
+            if not taken and absorbed:  # it was moved
+                place, taken = absorbed.pop()
+                result[place] = result[place].replace(taken, "")
             result.append(taken or self._one("".join((*axes, *result))))
         while left and self.sizes[left[0]] == 1 and result:
             result[-1] += left.pop(0)
@@ -510,7 +515,8 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Mat
             raise NoScores(what)
         users = [user for user, _ in value.uses() if not is_op(user, "Shape") and user not in maximum]
         if value.is_graph_output() or len(users) > 1:
-            if len(set(users).intersection(_nodes_between(value, softmax.source))) > 1:
+            biases = {term.value for term in scores.terms if isinstance(term, Bias)}
+            if len(set(users).intersection(_nodes_between(value, softmax.source, biases))) > 1:
                 names = ", ".join(f"{user.op_type} {node_name(user)}" for user in users)
                 raise NotExpressible("The scores come to the softmax in several ways.", got=names)
             scores.elsewhere = True
@@ -527,9 +533,13 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Mat
     raise NotFused("Too many nodes lie between the scores and the softmax.")
 
 
-def _nodes_between(first: ir.Value, last: ir.Value) -> Iterator[ir.Node]:
-    """The nodes that a value is computed by, those behind another value left out, as far as they are near."""
-    behind = nodes_behind([last], lambda node: [each for each in node.inputs if each is not first])
+def _nodes_between(first: ir.Value, last: ir.Value, biases: set[ir.Value]) -> Iterator[ir.Node]:
+    """The nodes that a value is computed by, those behind another value left out, as far as they are near.
+
+    A bias may be computed from the scores, as contextual positions are: it is a mask like any other.
+    """
+    ends = {first, *biases}
+    behind = nodes_behind([last], lambda node: [each for each in node.inputs if each not in ends])
     return itertools.islice(behind, _MAX_BETWEEN)
 
 
@@ -987,8 +997,9 @@ class Letters:
     head: str | None  # none where the heads are part of the batch
     query: str  # the queries; several letters where a Reshape takes their axis apart, as for a map of them
     key: str  # the keys; the same
-    size: str  # the size of a head of Q and K
-    value_size: str  # the size of a head of V
+    # the size of a head of Q and K; several letters where rows of an alignment are summed as well
+    size: str
+    value_size: str  # the size of a head of V; the same
 
     def order(self, rows: str, columns: str) -> Axes:
         """The axes of a tensor as Attention wants them."""
@@ -1029,6 +1040,7 @@ class Pattern:
             scores = scores.resolved()
             scores.terms = hide_behind(scores.terms, replace(behind, axes=axes), softmax.source.dtype)
         self.scores = scores.resolved()  # what lies between the first matmul and the softmax
+        self.first = first  # the matmul of Q and K
         self.last = second  # the matmul with V, whose result is the result of attention
         self.letters = letters  # the names of the axes
         self.q, self.k, self.v = q, k, v  # as they were before scaling, transposing and repeating
@@ -1113,24 +1125,24 @@ def _letters(
     else:  # as many queries
         queries, alone = ["".join(queries)], []
     heads = "".join(alone)
-    depths = [letter for letter in left + right if letter not in out]
-    sizes_v = [letter for letter in values if letter not in out]
-    if set(depths) - shared or len(set(depths)) != 1 or len(queries) != 1 or len(sizes_v) != 1:
+    depths = "".join(dict.fromkeys(letter for letter in left + right if letter not in out))
+    sizes_v = "".join(letter for letter in values if letter not in out)
+    if set(depths) - shared or not depths or not sizes_v or len(queries) != 1:
         raise NotFused("The two matmuls are not those of attention.", got=f"{first} and {second}")
     if not batches or not set(apart) <= {*batches, *queries[0], *heads}:
         raise NotFused("The two matmuls are not those of attention.", got=f"{first} and {second}")
-    wanted, missing = {*batches, *heads, *queries[0], sizes_v[0]}, set(batches) & set(apart)
+    wanted, missing = {*batches, *heads, *queries[0], *sizes_v}, set(batches) & set(apart)
     single = {letter for letter in batches if sizes.get(letter) == 1}  # V may have such an axis or not
     copied = {letter for letter in batches if letter in result and letter not in values}  # V is, along these
     found = {*values, *missing, *heads, *single, *copied}
-    if found != {*batches, *heads, *keys, sizes_v[0]} or {*result, *single} != wanted:
+    if found != {*batches, *heads, *keys, *sizes_v} or {*result, *single} != wanted:
         raise NotFused("The matmul with V is not that of attention.", got=str(second))
     own = [letter for letter in batches if isinstance(sizes.get(letter), int)]
     own = [letter for letter in own if letter not in single] or own
     head = heads or (None if len(batches) == 1 else own[-1] if own else batches[-1])
     batch = "".join(letter for letter in batches if letter != head)
     key = next((each for each in second.axes[1 - position] if set(each) == keys), axes[axis])
-    return Letters(batch=batch, head=head, query=queries[0], key=key, size=depths[0], value_size=sizes_v[0])
+    return Letters(batch=batch, head=head, query=queries[0], key=key, size=depths, value_size=sizes_v)
 
 
 def _operands(

@@ -622,6 +622,52 @@ def _hidden_behind(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     return None if masked is None else _beside(masked, sink, node.outputs[0], builder)
 
 
+def _zero_rows(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """Weights that are 0 where all keys of a query are masked: as if those of masked keys were, or NaN."""
+    zeros = [scalar_of(each) == 0.0 for each in node.inputs[1:]]
+    weights, output = node.inputs[1 if zeros[1] else 2], node.outputs[0]
+    softmax = made_by(weights, "Softmax")
+    found = _of_rows(node.inputs[0], hidden=zeros[0]) if zeros.count(True) == 1 else None
+    if softmax is None or found is None or weights is None or _axis_of(softmax) != -1:
+        return None
+    each, hidden = found
+    if rank(each) != rank(weights) or sizes_of(weights) != sizes_of(output) or output.dtype is None:
+        return None
+    lowest = made_by(each, "Equal", "IsInf")
+    if lowest is not None and softmax.inputs[0] in lowest.inputs and hidden:
+        if is_op(lowest, "Equal") and scalar_of(lowest.inputs[1]) != -math.inf:
+            return None
+        nothing = builder.constant(0.0, output.dtype)
+        return _like(builder, output, "Where", builder.op("IsNaN", weights), nothing, weights)
+    return _masked(builder, weights, each, not hidden, 0.0)
+
+
+def _of_rows(value: ir.Value | None, *, hidden: bool) -> tuple[ir.Value, bool] | None:
+    """What tells of each key whether it is hidden (True) or shown, from what tells of a query that all are.
+
+    Or, where not `hidden`, that some are shown.
+    """
+    reduction: ir.Node | None = None
+    for _ in range(_MAX_DEPTH):
+        node = made_by(value, "Not", "Cast", "Identity", "ReduceMax", "ReduceMin")
+        if value is None or node is None:
+            break
+        if is_op(node, "Not"):
+            hidden = not hidden
+        elif is_op(node, "ReduceMax", "ReduceMin"):
+            count = rank(node.inputs[0]) or 0
+            last = _summed_axis(node, count) == count - 1 and node.attributes.get_int("keepdims", 1) == 1
+            # All are hidden, or any is shown.
+            if reduction is not None or not last or is_op(node, "ReduceMin") != hidden:
+                return None
+            reduction = node
+        elif is_op(node, "Cast") and reduction is not None and value.dtype == ir.DataType.BOOL:
+            break
+        value = node.inputs[0]
+    known = reduction is not None and value is not None and value.dtype == ir.DataType.BOOL
+    return (value, hidden) if known and value is not None else None
+
+
 def _shift_of(exponent: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
     """Scores, and what is subtracted from them, the same for all keys."""
     node = made_by(exponent, "Sub")
@@ -958,12 +1004,13 @@ _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0, "Pow": 1.0, "Max": -
 
 
 def _zeros_like(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
-    """`x * 0`, as converters write zeros of the shape of a tensor that is used elsewhere."""
-    output = node.outputs[0]
+    """`x * 0` or `x - x`, as converters write zeros of the shape of a tensor that is used elsewhere."""
+    output, itself = node.outputs[0], node.inputs[0] is node.inputs[1]
     for one, other in (node.inputs, node.inputs[::-1]):
-        if constant(other) is None or scalar_of(other) != 0.0 or one is None or output.dtype is None:
+        zeros = itself if is_op(node, "Sub") else constant(other) is not None and scalar_of(other) == 0.0
+        if not zeros or one is None or output.dtype is None:
             continue
-        if len(one.uses()) > 1 and sizes_of(one) == sizes_of(output):
+        if len(one.uses()) > 1 + itself and sizes_of(one) == sizes_of(output):
             zero = builder.constant(0.0, output.dtype)
             return _like(builder, output, "Expand", zero, builder.op("Shape", one))
     return None
@@ -1116,14 +1163,15 @@ def _summed_product(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     inner, total = made_by(node.inputs[0], "Mul"), node.outputs[0]
     if inner is None or len(inner.outputs[0].uses()) != 1 or None in inner.inputs:
         return None
-    shapes = [sizes_of(each) or [] for each in inner.inputs]
+    given = [_before_tiling(each, builder) for each in inner.inputs]
+    shapes = [sizes_of(each) or [] for each in given]
     summed = _summed_axis(node, len(shapes[0]))
     if len(shapes[0]) != len(shapes[1]) or not 0 < len(shapes[0]) <= len(string.ascii_lowercase):
         return None
-    if (single := _summed_with_vector(node, inner, summed, builder)) is not None:
+    if (single := _summed_with_vector(node, given, summed, builder)) is not None:
         return single
     letters, operands, texts = string.ascii_lowercase[: len(shapes[0])], list[ir.Value](), list[str]()
-    for value, own, other in zip(inner.inputs, shapes, reversed(shapes), strict=True):
+    for value, own, other in zip(given, shapes, reversed(shapes), strict=True):
         thin = [at for at, pair in enumerate(zip(own, other, strict=True)) if pair[0] == 1 != pair[1]]
         if value is None or not thin or summed is None or summed in thin:
             return None
@@ -1141,17 +1189,42 @@ def _summed_product(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     return _like(builder, total, "Unsqueeze", _typed(result, total.dtype, sizes), builder.ints(summed or 0))
 
 
+def _before_tiling(value: ir.Value | None, builder: NodeBuilder) -> ir.Value | None:
+    """A tensor before it was copied along an axis, as broadcasting would do: by an Expand, or by a Tile.
+
+    A Tile of its last axis, which a Reshape takes apart, copies along a new one.
+    """
+    if (source := _before_copies(value)) is not value:
+        return source
+    tile = made_by(input_at(made_by(value, "Reshape"), 0), "Tile")
+    source = input_at(tile, 0)
+    before, wide, after = sizes_of(source), sizes_of(input_at(made_by(value, "Reshape"), 0)), sizes_of(value)
+    if (
+        source is None
+        or not before
+        or not wide
+        or not after
+        or None in after
+        or len(after) != len(before) + 1
+    ):
+        return value
+    if wide[:-1] != before[:-1] or [*before[:-1], after[-2], before[-1]] != after:
+        return value
+    thin = builder.unsqueeze(source, len(before) - 1)
+    return _typed(thin, source.dtype, [*before[:-1], 1, before[-1]])
+
+
 def _summed_with_vector(
-    node: ir.Node, inner: ir.Node, summed: int | None, builder: NodeBuilder
+    node: ir.Node, given: Sequence[ir.Value | None], summed: int | None, builder: NodeBuilder
 ) -> ir.Value | None:
     """The same where only one is copied: the scores of a single query, or its result."""
-    total = node.outputs[0]
+    total, whole = node.outputs[0], sizes_of(node.inputs[0])
     for at in (0, 1):
-        vector, matrix = inner.inputs[at], inner.inputs[1 - at]
+        vector, matrix = given[at], given[1 - at]
         own, other = sizes_of(vector) or [], sizes_of(matrix) or []
         thin = [axis for axis, pair in enumerate(zip(own, other, strict=True)) if pair[0] == 1 != pair[1]]
         last = len(own) - 1
-        if vector is None or matrix is None or len(own) < 2 or other != sizes_of(inner.outputs[0]):
+        if vector is None or matrix is None or len(own) < 2 or other != whole:
             continue
         order = [*range(last - 1), last, last - 1]
         turned = _typed(builder.transpose(vector, *order), vector.dtype, [own[axis] for axis in order])
@@ -1933,9 +2006,9 @@ def _convolved(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
 # The first one that gives a value is applied.
 _RULES: dict[str, Sequence[Rule]] = {
     "Add": (_unchanged, _tanh, _values_together, _blend),
-    "Sub": (_unchanged, _tanh, _blend),
+    "Sub": (_unchanged, _zeros_like, _tanh, _blend),
     "Min": (_unchanged, _minimum),
-    "Where": (_unchanged, _hidden_behind),
+    "Where": (_unchanged, _hidden_behind, _zero_rows),
     "Div": (_unchanged, _normalised, _over_mean, _in_chunks, _over_weighted_sum),
     "Mul": (_unchanged, _zeros_like, _masked_or_squared, _normalised, _in_chunks),
     "Exp": (_by_logarithm,),

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import onnx
@@ -390,16 +391,41 @@ def _sizes(shape: ir.Shape | None) -> list[Size] | None:
     return [each if isinstance(each, int) else _plain(each.value) for each in shape.dims]
 
 
-@functools.lru_cache(maxsize=4096)
+_MOST_PLAIN = 4096
+_PLAIN = dict[str, Size]()  # what was found of sizes: SymPy takes long
+
+
 def _plain(size: str | None) -> Size:
     """A size as a product of names, where it is one: exporters write `(S**2)//S`."""
     if size is None or _FACTORS.fullmatch(size):
         return size
+    if size not in _PLAIN:
+        if len(_PLAIN) > _MOST_PLAIN:
+            _PLAIN.clear()
+        number, names = factors_of(size)
+        found = product((number, *map(_plain, names))) if len(names) > 1 else _simplified(size)
+        _PLAIN[size] = _PLAIN[str(found)] = found
+    return _PLAIN[size]
+
+
+def _simplified(size: str) -> Size:
     try:
         simple = ir.SymbolicDim(size).simplify().value
     except (ArithmeticError, AttributeError, SyntaxError, TypeError, ValueError):
         return size
     return size if simple is None else int(simple) if simple.isdecimal() else simple
+
+
+def _split(size: str, sign: str) -> list[str]:
+    """The parts of a text between signs that are in no parentheses."""
+    parts, depth = [""], 0
+    for letter in size:
+        depth += (letter == "(") - (letter == ")")
+        if letter == sign and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
 
 
 def same_dims(first: Sequence[Size], second: Sequence[Size]) -> bool:
@@ -456,8 +482,13 @@ def factors_of(size: int | str) -> tuple[int, list[str]]:
     """The number and the names that a size is the product of."""
     if isinstance(size, int):
         return size, []
-    parts = size.split("*") if _FACTORS.fullmatch(size) else [size]
-    parts = [part.strip("()") if part.startswith("(") else part for part in parts]
+    parts = [size]
+    if _FACTORS.fullmatch(size):
+        parts = size.split("*")
+    elif all(len(_split(size, sign)) == 1 for sign in "+-/%"):
+        parts = _split(size, "*")
+        parts = parts if "" not in parts else [size]  # a power
+    parts = [part[1:-1] if part.startswith("(") and part.endswith(")") else part for part in parts]
     number = math.prod(int(part) for part in parts if part.isdecimal())
     return number, [part for part in parts if not part.isdecimal()]
 
@@ -467,14 +498,25 @@ def _text(number: int, names: list[str]) -> int | str:
         return number
     if number == 1 and len(names) == 1:
         return names[0]
-    parts = [name if _ATOM.fullmatch(name) else f"({name})" for name in sorted(names)]
+    parts = [name if _is_atom(name) else f"({name})" for name in sorted(names)]
     return "*".join([*([str(number)] if number != 1 else []), *parts])
+
+
+def _is_atom(name: str) -> bool:
+    """Whether a part of a product needs no parentheses."""
+    if _ATOM.fullmatch(name):
+        return True
+    return re.match(r"\w+\(", name) is not None and all(len(_split(name, sign)) == 1 for sign in "+-/%*")
 
 
 # -- Symbolic shape inference ----------------------------------------------------------------------
 
 _MAX_CONTENT = 32
 _MAX_ROUNDS = 4  # through a loop
+_MAX_KEY = 6  # nodes of one number that are compared
+CUT = "cut."  # how names of sizes begin that only a run knows
+_COUNTER = itertools.count()
+_Key = Hashable  # what a number is computed from
 NO_END = 2**31 - 1  # where a slice ends that has no end
 _SAME_CONTENT = frozenset({*IN_ORDER, "Cast"})
 
@@ -563,6 +605,11 @@ def _is_generated(size: Size) -> bool:
     return isinstance(size, str) and GENERATED in size
 
 
+def is_of_run(size: Size) -> bool:
+    """Whether only a run knows a size: it is unknown, or has a name that inference gave it."""
+    return size is None or (isinstance(size, str) and (GENERATED in size or CUT in size))
+
+
 def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> list[ir.Value]:
     """Give every value of a model its type and the sizes that follow from those of the inputs.
 
@@ -586,7 +633,18 @@ def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> list[ir.Value
                 value.shape = ir.Shape(found)
     following = _Walk(model, missing if only_missing else None)
     following.follow(model.graph)
+    if following.cuts:
+        model.meta[CUT] = True
     return following.entered
+
+
+def forget_cuts(model: ir.Model) -> None:
+    """Let sizes be unknown that only a run knows, and that `infer_sizes` gave a name."""
+    if not model.meta.pop(CUT, False):
+        return
+    for value in (each for node in nodes_in(model.graph) for each in node.outputs):
+        if value.shape is not None and any(CUT in str(size) for size in value.shape):
+            value.shape = ir.Shape([None if CUT in str(size) else size for size in value.shape])
 
 
 def _of_any_run(sizes: tuple[Size, ...]) -> tuple[Size, ...]:
@@ -629,6 +687,29 @@ def largest_tensor(model: ir.Model) -> Callable[[Mapping[str, int]], int]:
 _INVALID = (IndexError, onnx.defs.SchemaError, onnx.shape_inference.InferenceError)
 
 
+class _Cut(NamedTuple):
+    """What is left of an axis between two positions."""
+
+    size: Size  # of the axis
+    begin: _Key  # a number, or what it is computed from
+    end: _Key  # the same
+
+    @property
+    def plain(self) -> _Cut:
+        """The same size counted from the first position."""
+        begin, end = self.begin, self.end
+        end = NO_END if isinstance(end, int) and end >= NO_END else end
+        if isinstance(begin, int) and begin < 0 and end == NO_END:
+            return _Cut(self.size, 0, -begin)
+        if isinstance(end, int) and end < 0 and begin == 0:
+            return _Cut(self.size, -end, NO_END)
+        return _Cut(self.size, begin, end)
+
+    def meets(self, other: _Cut) -> bool:
+        """Whether another begins where this one ends."""
+        return self.size == other.size and self.end == other.begin
+
+
 class _Walk:
     """The contents of small integer tensors so far."""
 
@@ -639,6 +720,8 @@ class _Walk:
         self._own = {str(each) for value in model.graph.inputs for each in sizes_of(value) or ()}
         self._of_results = own_names(model)  # names that others are better than
         self._complete = dict[tuple[Size, ...], bool]()  # whether all of some sizes are known
+        # What sizes are that only a run knows, by their names, and back.
+        self.cuts, self._named = dict[Size, _Cut](), dict[_Cut, str]()
 
     def follow(self, graph: ir.Graph) -> None:
         """Visit the nodes of a graph, those of branches and loops first."""
@@ -825,18 +908,7 @@ class _Walk:
             each = quotient(first[axis], count) if input_at(node, 1) is None else None
             return [[*first[:axis], part, *first[axis:][1:]] for part in second or [each] * count]
         if is_op(node, "Slice"):
-            starts, ends, chosen, steps = (*given[1:], None, None)[:4]
-            if chosen is not None and not (starts and ends):
-                gone = [each % len(first) for each in chosen if isinstance(each, int)]
-                rest = [None if at in gone else size for at, size in enumerate(first)]
-                return [rest if len(gone) == len(chosen) else None]
-            for each, (begin, end) in enumerate(zip(starts or (), ends or (), strict=False)):
-                place = each if chosen is None else chosen[each]
-                if not isinstance(place, int):
-                    return []
-                dense = steps is None or steps[each] == 1
-                first[place] = _sliced(first[place], begin, end) if dense else None
-            return [first if starts and ends else None]
+            return [self._slice(node, first, *(*given[1:], None, None)[:4])]
         if is_op(node, "Pad") and second is not None:
             places = list(range(len(first))) if input_at(node, 3) is None else given[3] or []
             if len(second) != 2 * len(places):
@@ -849,12 +921,67 @@ class _Walk:
         found = self._by_onnx(node)
         if is_op(node, "Concat") and found[0] is not None:
             axis, shapes = node.attributes.get_int("axis", 0), [sizes_of(each) for each in node.inputs]
-            found[0][axis] = functools.reduce(_sum, (shape[axis] if shape else None for shape in shapes))
+            sizes = self._rejoined([shape[axis] if shape else None for shape in shapes])
+            found[0][axis] = functools.reduce(_sum, sizes)
         if is_op(node, "Conv") and found[0] is not None and is_pointwise(node):
             found[0][2:] = first[2:]
         if is_op(node, "Attention") and len(node.outputs) > 1:
             found[1:3] = [self._present(node, at) for at in (1, 2)]
         return found
+
+    def _slice(
+        self,
+        node: ir.Node,
+        sizes: list[Size],
+        starts: list[Size] | None,
+        ends: list[Size] | None,
+        axes: list[Size] | None,
+        steps: list[Size] | None,
+    ) -> list[Size] | None:
+        """The sizes behind a Slice. Those that only a run knows get a name, equal ones the same."""
+        count = len(starts or ends or ())
+        for at, axis in enumerate(range(count) if axes is None else axes):
+            if not isinstance(axis, int) or not -len(sizes) <= axis < len(sizes):
+                return None
+            begin, end = (each[at] if each else None for each in (starts, ends))
+            step = steps[at] if steps else 1 if input_at(node, 4) is None else None
+            before = sizes[axis]
+            turned = step == -1 and begin in (-1, NO_END) and isinstance(end, int) and end <= -NO_END
+            sizes[axis] = _sliced(before, begin, end) if step == 1 else before if turned else None
+            if sizes[axis] is None and before is not None and step == 1:
+                where = (self._key(input_at(node, 1)), at), (self._key(input_at(node, 2)), at)
+                first, last = (
+                    key if each is None else each for key, each in zip(where, (begin, end), strict=True)
+                )
+                cut = _Cut(before, first, last).plain
+                self._named[cut] = self._named.get(cut) or f"{CUT}{next(_COUNTER)}"
+                self.cuts[self._named[cut]] = cut
+                sizes[axis] = self._named[cut]
+        return sizes if axes is not None or count else None
+
+    def _rejoined(self, sizes: list[Size]) -> list[Size]:
+        """Sizes of which two that are all of an axis, as of `x[n:]` and `x[:n]`, are one."""
+        for one, other in itertools.permutations(range(len(sizes)), 2):
+            first, second = self.cuts.get(sizes[one]), self.cuts.get(sizes[other])
+            if first and second and (first.begin, second.end) == (0, NO_END) and first.meets(second):
+                rest = [size for at, size in enumerate(sizes) if at not in (one, other)]
+                return self._rejoined([first.size, *rest])
+        return sizes
+
+    def _key(self, value: ir.Value | None, depth: int = 0) -> _Key:
+        """What a small integer tensor is computed from: equal for those that are computed alike."""
+        content = self.content(value)
+        if content is not None and None not in content:
+            return tuple(content)
+        node = None if value is None else value.producer()
+        if node is None or node.domain != "" or depth == _MAX_KEY or len(node.outputs) != 1:
+            return value
+        if is_op(node, "Squeeze", "Unsqueeze", "Identity"):
+            return self._key(node.inputs[0], depth + 1)
+        if not is_op(node, "Add", "Sub", "Mul", "Div", "Cast", "Gather", "Min", "Max", "Neg"):
+            return value
+        attributes = sorted((name, str(each.value)) for name, each in node.attributes.items())
+        return (node.op_type, *attributes, *(self._key(each, depth + 1) for each in node.inputs))
 
     def _present(self, attention: ir.Node, at: int) -> list[Size] | None:
         """The sizes of all keys, or all values, that an attention gives."""
@@ -910,13 +1037,23 @@ def _sliced(size: Size, begin: Size, end: Size) -> Size:
         return _difference(end, begin)  # `table[P : P + S]`, as below
     if begin in (0, -1) and isinstance(end, int) and end >= NO_END:
         return size if begin == 0 else 1  # all, or the last one
-    if begin != 0 or not isinstance(end, str):
-        return None
-    if size == end or size == 1:
+    if begin == 0 and isinstance(end, str) and size in (end, 1):
         return size
+    if (between := _between(size, begin, end)) is not None:
+        return between
     # `table[:, :S]` of a table that is long enough, as positions are looked up. Where its length has a name,
     # it may be a single one, which is broadcast.
-    return end if isinstance(size, int) else None
+    return end if begin == 0 and isinstance(end, str) and isinstance(size, int) else None
+
+
+def _between(size: Size, begin: Size, end: Size) -> Size:
+    """The size between two positions that are certainly on an axis such as `P + S + 1`, in this order."""
+    if not isinstance(size, str):
+        return None
+    first, last = (_difference(size, -at) if isinstance(at, int) and at < 0 else at for at in (begin, end))
+    last = size if isinstance(last, int) and last >= NO_END else last
+    inside = _difference(size, last) is not None
+    return _difference(last, first) if inside and first is not None else None
 
 
 def _equal(one: Size, other: Size) -> Size:
@@ -938,13 +1075,33 @@ def _difference(one: Size, other: Size) -> Size:
     """A sum without some of its parts; any other difference could be negative, which no size is."""
     if isinstance(one, int) and isinstance(other, int):
         return one - other
-    if one is None or other is None or other == 0 or "(" in f"{one}{other}":
-        return 0 if one is not None and one == other else one if other == 0 else None
-    parts, less = Counter(str(one).split(" + ")), Counter(str(other).split(" + "))
+    if one is None or other is None or one == other or other == 0:
+        return None if one is None or other is None else 0 if one == other else one
+    parts, less = _parts_of(one), _parts_of(other)
     if not less <= parts:
         return None
-    rest = " + ".join(sorted((parts - less).elements()))
-    return int(rest or 0) if rest.isdecimal() or not rest else _plain(rest)
+    rest = parts - less
+    number = rest.pop("", 0)
+    texts = [name if count == 1 else f"{count}*{name}" for name, count in sorted(rest.items())]
+    text = " + ".join([*texts, *([str(number)] if number or not texts else [])])
+    return int(text) if text.isdecimal() else _plain(text)
+
+
+def _parts_of(size: int | str) -> Counter[str]:
+    """What a size is the sum of: how often each part is in it, and the number, under an empty name.
+
+    With a difference in it, a part could be larger than the whole.
+    """
+    if isinstance(size, int) or "-" in size:
+        return Counter({"": size} if isinstance(size, int) else {size: 1})
+    found = Counter[str]()
+    for part in _split(size, "+"):
+        times, star, name = part.partition("*")
+        if part.isdecimal() or (star and times.isdecimal()):
+            found[name] += int(times)
+        else:
+            found[part] += 1
+    return found
 
 
 def _divided(one: Size, other: Size) -> Size:

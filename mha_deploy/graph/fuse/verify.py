@@ -6,6 +6,7 @@ in ONNX's reference evaluator at small sizes. Equal structures are run once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -21,10 +22,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.graph.fuse.mask_pattern import is_score
 from mha_deploy.graph.fuse.spelling import Spelling
-from mha_deploy.graph.fuse.values import ATTENTION_OPSET, NotFused, in_words
+from mha_deploy.graph.fuse.values import ATTENTION_OPSET, NotFused, in_words, is_of_run
 from mha_deploy.graph.ir import (
     constant,
     dims,
@@ -61,6 +61,7 @@ _ROUNDING = {np.dtype(np.float64): 1e-11, np.dtype(np.float32): 3e-5, np.dtype(n
 _SHARP, _SHARP_HALF = 20.0, 1.5
 # The rounding of the file itself, as of scores beside a mask of -10000: so much of it may be between the two.
 _NOISE_FACTOR, _MOST_NOISE = 4.0, 1e-3
+_MOST_POSITIONS = 8  # numbers that are tried for an integer that sizes follow from
 EXTREME = 5e4  # scores of the last draw: far from each other, and above any fill
 _EXTREME_ROUNDING = 0.1
 FACTOR = 0.0  # the spread of what the scores are multiplied by or divided by: numbers around 1
@@ -99,7 +100,7 @@ class Boundary:
         found = list[int | str]()
         for axis, size in enumerate(dims(value)):
             known = size is not None and _FUNCTIONS.issuperset(_CALL.findall(str(size)))
-            if not drawn and (not known or GENERATED in str(size)):
+            if not drawn and (not known or is_of_run(size)):
                 return None
             found.append(size if size is not None and known else f"unknown.{id(value)}.{axis}")
         return None if value.shape is None else tuple(found)
@@ -309,7 +310,7 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
                 for value, shape in shapes.items()
             }
             try:
-                want = first(drawn, numbers)
+                drawn, want = _first_that_runs(first, drawn, numbers)
             except _Failed as error:
                 failure = str(error)
                 break
@@ -338,6 +339,28 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
         what = "the original nodes could not be run on drawn inputs."
         raise NotVerified(what, got=failure[:200] or "every result is NaN")
     return filled
+
+
+def _first_that_runs(
+    evaluator: Callable[[Mapping[ir.Value, np.ndarray], Mapping[str, int]], list[np.ndarray]],
+    drawn: dict[ir.Value, np.ndarray],
+    numbers: Mapping[str, int],
+) -> tuple[dict[ir.Value, np.ndarray], list[np.ndarray]]:
+    """What was drawn, and the results. A single integer may be a position that sizes follow from.
+
+    So it gets other numbers where the first one does not run.
+    """
+    try:
+        return drawn, evaluator(drawn, numbers)
+    except _Failed as error:
+        positions = {
+            value: each for value, each in drawn.items() if each.size == 1 and each.dtype.kind == "i"
+        }
+        for position in range(_MOST_POSITIONS if positions else 0):
+            moved = {value: np.full_like(each, position) for value, each in positions.items()}
+            with contextlib.suppress(_Failed):
+                return drawn | moved, evaluator(drawn | moved, numbers)  # type: ignore[operator]
+        raise error
 
 
 def _shape(wanted: Sequence[int | str | None], numbers: Mapping[str, int]) -> tuple[int, ...]:

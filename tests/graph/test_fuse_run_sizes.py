@@ -1,0 +1,173 @@
+"""Sizes that only a run knows, or that follow from others: the attentions behind them are one node."""
+
+import numpy as np
+import pytest
+from hand_graphs import D, H, Hand, fused, random_feeds, run
+from onnx import TensorProto
+
+END = 2**63 - 1
+INT64 = TensorProto.INT64
+
+
+def axes_of(inputs):
+    g = Hand()
+    g.inputs = {name: (TensorProto.FLOAT, shape) for name, shape in inputs.items()}
+    return g
+
+
+def attend(g, q, k, v, mask=None):
+    """By einsums, which copy a single key: lengths must be known to be equal."""
+    scores = g.op("Einsum", q, k, equation="bqhd,bkhd->bhqk")
+    scores = scores if mask is None else g.op("Where", mask, scores, g.const(-1e9))
+    return g.op("Einsum", g.op("Softmax", scores), v, equation="bhqk,bkhd->bqhd")
+
+
+def check(g, y, *changes):
+    """One attention that computes the same, whose file has only names of sizes that the inputs have."""
+    model = g.model(y)
+    new, report = fused(model)
+    assert (len(report.fused), report.unfused) == (1, ())
+    for each in new.graph.value_info:
+        assert not any("." in dim.dim_param for dim in each.type.tensor_type.shape.dim)
+    for change in changes:
+        feeds = random_feeds(model) | change
+        np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
+
+
+def sized(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def test_a_cache_up_to_a_position():
+    """The position is computed for keys and values apart, and the mask has as many columns."""
+    g = axes_of({"q": ("N", "S", H, D), "k": ("N", "L", H, D), "v": ("N", "L", H, D)})
+    g.inputs["start"] = (INT64, ())
+    length = [g.op("Squeeze", g.op("Shape", "q", start=1, end=2), g.ints(0)) for _ in range(3)]
+    ends = [g.op("Add", "start", each) for each in length]
+    k, v = (
+        g.op("Slice", name, g.ints(0), g.op("Unsqueeze", end, g.ints(0)), g.ints(1))
+        for name, end in zip("kv", ends, strict=False)
+    )
+    zero, one = (g.const(number, np.int64) for number in (0, 1))
+    rows = g.op("Add", g.op("Range", zero, length[2], one), "start")
+    columns = g.op("Range", zero, ends[2], one)
+    mask = g.op("LessOrEqual", g.op("Unsqueeze", columns, g.ints(0)), g.op("Unsqueeze", rows, g.ints(1)))
+    starts = [{"q": sized(5, 2, H, D), "start": np.array(number)} for number in (0, 2, 3)]
+    check(g, attend(g, "q", k, v, mask), *starts)
+
+
+def test_a_new_key_between_others():
+    """As a slice that is updated is written with concatenations."""
+    g = axes_of({"q": ("N", 1, H, D), "k": ("N", 6, H, D), "v": ("N", 6, H, D)})
+    g.inputs |= {name: (TensorProto.FLOAT, ("N", 1, H, D)) for name in ("new_k", "new_v")}
+    g.inputs["at"] = (INT64, (1,))
+    behind = g.op("Add", "at", g.ints(1))
+    k, v = (
+        g.op(
+            "Concat",
+            g.op("Slice", name, g.ints(0), "at", g.ints(1)),
+            f"new_{name}",
+            g.op("Slice", name, behind, g.ints(END), g.ints(1)),
+            axis=1,
+        )
+        for name in "kv"
+    )
+    mask = g.op("LessOrEqual", g.ints(*range(6)), "at")
+    check(g, attend(g, "q", k, v, mask), *({"at": np.array([number])} for number in (0, 3, 5)))
+
+
+def test_keys_around_a_context():
+    """What is cut is as long as two inputs say."""
+    g = axes_of({"right": ("P", "N", H * D), "x": ("T", "N", H * D), "left": ("L", "N", H * D)})
+    both = g.op("Concat", "right", "x", axis=0)
+    first = g.op("Shape", "right", start=0, end=1)
+    parts = [
+        g.op("Slice", both, g.ints(0), first, g.ints(0)),
+        g.op("Slice", both, first, g.ints(END), g.ints(0)),
+    ]
+    k = g.op("Concat", parts[0], "left", parts[1], axis=0)
+    length = {name: g.op("Shape", value, start=0, end=1) for name, value in (("q", both), ("k", k))}
+    batch = g.op("Mul", g.op("Shape", "x", start=1, end=2), g.ints(H))
+
+    def heads(value, name):
+        shape = g.op("Concat", length[name], batch, g.ints(D), axis=0)
+        return g.op("Transpose", g.op("Reshape", value, shape), perm=[1, 0, 2])
+
+    scores = g.op("MatMul", heads(both, "q"), g.op("Transpose", heads(k, "k"), perm=[0, 2, 1]))
+    apart = g.op("Concat", g.op("Shape", "x", start=1, end=2), g.ints(-1), length["q"], length["k"], axis=0)
+    mask = g.input("mask", ("N", 1, 1, "K"), TensorProto.BOOL)
+    masked = g.op("Where", mask, g.op("Reshape", scores, apart), g.const(-1e9))
+    joined = g.op("Concat", batch, length["q"], length["k"], axis=0)
+    weights = g.op("Softmax", g.op("Reshape", masked, joined))
+    y = g.op("Unsqueeze", g.op("MatMul", weights, heads(k, "k")), g.ints(0))
+    shown = np.arange(9).reshape(1, 1, 1, 9) < np.array([9, 4]).reshape(2, 1, 1, 1)
+    feeds = {"right": sized(2, 2, H * D), "x": sized(4, 2, H * D), "left": sized(3, 2, H * D)}
+    check(g, y, feeds | {"mask": shown})
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_windows_with_the_one_before(counted):
+    """Windows of two that also see the one before; that of the first is padded."""
+    g = axes_of({name: ("N", H, "L", D) for name in "qkv"})
+    length = g.op("Shape", "q", start=2, end=3)
+    count = g.op("Div", length, g.ints(2))
+
+    def windows(value, first, last):
+        return g.op("Reshape", value, g.op("Concat", g.ints(first), count, g.ints(2, last), axis=0))
+
+    def both(value, number):
+        padded = g.op("Pad", value, g.ints(0, 1, 0, 0, 0, 0, 0, 0), number)
+        ends = (count, g.op("Add", count, g.ints(1))) if counted else (g.ints(-1), g.ints(END))
+        parts = (g.op("Slice", padded, g.ints(at), end, g.ints(1)) for at, end in enumerate(ends))
+        return g.op("Concat", *parts, axis=2)
+
+    k, v = (both(windows(name, -1, D), g.const(-1.0)) for name in "kv")
+    zero, one = (g.const(number, np.int64) for number in (0, 1))
+    places = windows(g.op("Range", zero, g.op("Squeeze", length, g.ints(0)), one), 1, 1)
+    others = g.op("Transpose", both(places, g.const(-1, np.int64)), perm=[0, 1, 3, 2])
+    scores = g.op("Einsum", windows("q", -1, D), k, equation="bhid,bhjd->bhij")
+    scores = g.op("Where", g.op("Less", places, others), g.const(-3e38), scores)
+    scores = g.op("Where", g.op("Equal", others, g.const(-1, np.int64)), g.const(-3e38), scores)
+    y = g.op("Einsum", g.op("Softmax", scores), v, equation="bhij,bhje->bhie")
+    check(g, y, *({name: sized(2, H, size, D, seed=at) for at, name in enumerate("qkv")} for size in (6, 4)))
+
+
+def test_a_map_that_is_rolled_and_cut_into_windows():
+    """The mask of each window is computed from the sizes of the map."""
+    g = axes_of({"x": ("N", "H", "W", D)})
+    sizes = [g.op("Shape", "x", start=at, end=at + 1) for at in (1, 2)]
+    counts = [g.op("Div", each, g.ints(2)) for each in sizes]
+
+    def rolled(value, axis):
+        parts = [((1,), (END,)), ((0,), (1,))]
+        cut = (g.op("Slice", value, g.ints(*one), g.ints(*end), g.ints(axis)) for one, end in parts)
+        return g.op("Concat", *cut, axis=axis)
+
+    def windows(value, last):
+        shape = g.op("Concat", g.ints(-1), counts[0], g.ints(2), counts[1], g.ints(2, last), axis=0)
+        apart = g.op("Transpose", g.op("Reshape", value, shape), perm=[0, 1, 3, 2, 4, 5])
+        return g.op("Reshape", apart, g.ints(-1, 4, last))
+
+    x = windows(rolled(rolled("x", 1), 2), D)
+    heads = g.op("Transpose", g.op("Reshape", x, g.ints(-1, 4, 2, D // 2)), perm=[0, 2, 1, 3])
+    zero, one = (g.const(number, np.int64) for number in (0, 1))
+
+    def region(size):
+        single = g.op("Squeeze", size, g.ints(0))
+        last = g.op("Sub", single, g.const(1, np.int64))
+        return g.cast(g.op("Equal", g.op("Range", zero, single, one), last), TensorProto.FLOAT)
+
+    rows, columns = (
+        g.op("Unsqueeze", region(size), g.ints(at)) for size, at in zip(sizes, (1, 0), strict=True)
+    )
+    places = windows(
+        g.op("Unsqueeze", g.op("Add", rows, g.op("Mul", columns, g.const(2.0))), g.ints(0, 3)), 1
+    )
+    same = g.op("Equal", places, g.op("Transpose", places, perm=[0, 2, 1]))
+    mask = g.op("Where", same, g.const(0.0), g.const(-100.0))
+    scores = g.op("MatMul", heads, g.op("Transpose", heads, perm=[0, 1, 3, 2]))
+    apart = g.op("Concat", g.ints(-1), g.op("Shape", mask, start=0, end=1), g.ints(2, 4, 4), axis=0)
+    masked = g.op("Add", g.op("Reshape", scores, apart), g.op("Unsqueeze", mask, g.ints(0, 2)))
+    weights = g.op("Softmax", g.op("Reshape", masked, g.ints(-1, 2, 4, 4)))
+    y = g.op("MatMul", weights, heads)
+    check(g, y, *({"x": sized(*shape, D)} for shape in ((2, 4, 6), (3, 6, 2), (1, 2, 2))))
