@@ -36,6 +36,7 @@ from mha_deploy.options import (
     PackageOptions,
     ValidateOptions,
     in_python,
+    read_options,
     refuse_contradictions,
     silent,
 )
@@ -228,7 +229,10 @@ def export(
     """
     from mha_deploy.exporter.entry import export_model
 
-    found, settings = find_model(model, example_inputs=example_inputs, axes=axes), ExportOptions(**options)
+    found, settings = (
+        find_model(model, example_inputs=example_inputs, axes=axes),
+        read_options(ExportOptions, options),
+    )
     settings = replace(settings, **found.weight_options(weights, settings.prefix))
     return export_model(found, Path(out), settings, inputs or {}, on_step or silent)
 
@@ -469,7 +473,7 @@ def build_engine(
     opened = _open(bundle)
     texts = [each if isinstance(each, str) else _profile_text(each) for each in profiles]
     ranges = [parse_ranges(text, opened.manifest.spec) for text in texts]
-    settings = EngineOptions(profiles=ranges, **options)
+    settings = read_options(EngineOptions, {"profiles": ranges, **options})
     if trtexec:
         refuse_rtx(settings.backend or default_backend())
     target = (
@@ -592,7 +596,7 @@ def package(bundle: Bundle | StrPath, repository: StrPath, **options: Any) -> Pa
     """
     from mha_deploy.serving.triton import Packaging
 
-    return Packaging(_open(bundle), Path(repository), PackageOptions(**options)).write()
+    return Packaging(_open(bundle), Path(repository), read_options(PackageOptions, options)).write()
 
 
 # -- Running ---------------------------------------------------------------------------------------
@@ -658,7 +662,7 @@ def validate(
         >>> report.save_html("out/report.html").name
         'report.html'
     """
-    settings = ValidateOptions(**options)
+    settings = read_options(ValidateOptions, options)
     graphs, engines = (tuple(map(Path, each)) for each in (settings.graphs, settings.engine_files))
     settings, report = replace(settings, graphs=graphs, engine_files=engines), on_step or silent
     refuse_contradictions(settings, has_runners=bool(runners))
@@ -734,7 +738,7 @@ def bench(bundle: Bundle | StrPath, *, on_step: OnStep | None = None, **options:
     open_gpu()  # before anything else is loaded or hashed: there may be nothing to time on
     from mha_deploy.validation.bench import bench_bundle
 
-    return bench_bundle(_open(bundle), BenchOptions(**options), on_step=_without_count(on_step))
+    return bench_bundle(_open(bundle), read_options(BenchOptions, options), on_step=_without_count(on_step))
 
 
 def replay(line: str, bundle: Bundle | StrPath | None = None, *, tolerance: float = 0.05) -> Replay:
@@ -861,7 +865,7 @@ def deploy(
 
     found, exported = find_model(model), dict(options)
     builder = EngineOptions(**{name: exported.pop(name) for name in OF_DEPLOY if name in exported})
-    settings = ExportOptions(**exported)
+    settings = read_options(ExportOptions, exported, *OF_DEPLOY)
     settings = replace(settings, **found.weight_options(weights, settings.prefix))
     refuse_export(Path(out), settings)  # before anything heavy is imported
     from mha_deploy.deployment import deploy_model

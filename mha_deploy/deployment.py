@@ -93,6 +93,9 @@ class Deployment:
     chosen: TrialRecord | None = None
     why: str = ""
 
+    def __repr__(self) -> str:
+        return f"<Deployment {self.bundle!r}, {self.engine!r}, {self.report!r}>"
+
     def candidates_table(self) -> Table | None:
         """The precisions that were tried, as a table; None where none were compared."""
         return None if self.chosen is None else candidates_table(self.candidates, self.chosen)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from mha_deploy.errors import DeployError
+from mha_deploy.errors import DeployError, nearest
 
 if TYPE_CHECKING:
     from mha_deploy.model.spec import Axis
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 OnStep = Callable[[str, int, int], None]
 """Called as each step of a long job begins: its name, its number from 0, their count (0 if unknown)."""
 
+Record = TypeVar("Record")
 AUTO = "auto"
 MOST_SECONDS = 1e7
 """The largest time limit: about four months."""
@@ -45,6 +46,14 @@ def option(default: Any, about: str, *flags: str, **details: Any) -> Any:
 def options_of(record: type, *names: str) -> dict[str, Field[Any]]:
     """The options of a record, or the named ones."""
     return {each.name: each for each in fields(record) if (each.name in names if names else each.metadata)}
+
+
+def read_options(record: type[Record], given: Mapping[str, Any], *others: str) -> Record:
+    """A record of the options that a user named; `others` are those that went elsewhere."""
+    known = {*(each.name for each in fields(record)), *others}  # type: ignore[arg-type]
+    if unknown := [name for name in given if name not in known]:
+        raise TypeError(f"there is no option {unknown[0]!r}: {nearest(unknown[0], known)}")
+    return record(**given)
 
 
 # -- Export ----------------------------------------------------------------------------------------

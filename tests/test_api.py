@@ -107,6 +107,23 @@ def test_options_that_a_function_does_not_have_are_refused(tmp_path):
     for call in (md.export, md.deploy):
         with pytest.raises(TypeError, match="nonsense"):
             call("tiny-mha", tmp_path / "x", nonsense=1)
+        with pytest.raises(TypeError, match="did you mean 'precision'"):
+            call("tiny-mha", tmp_path / "x", precison="fp16")
+
+
+def test_what_is_returned_prints_as_a_line(tiny):
+    for each in (tiny, md.load_model("bert-base"), md.load_model(own_models.one_layer())):
+        assert len(repr(each)) < 300
+    assert str(tiny.path) in repr(tiny)
+
+
+def test_an_axis_with_two_sizes_is_named_where_the_run_fails(bundles):
+    with md.open_runner(bundles("tiny-padding"), "ort-cpu") as runner:
+        inputs = {name: np.ones([{"B": 2, "S": 8}.get(d, d) for d in each.dims], each.dtype)
+                  for name, each in runner.inputs.items()}  # fmt: skip
+        assert runner.run(inputs)["output"].shape[:2] == (2, 8)
+        with pytest.raises(md.DeployError, match="Axis B has two sizes"):
+            runner.run({**inputs, "key_lengths": inputs["key_lengths"].repeat(2)[:3]})
 
 
 # -- models and export ---------------------------------------------------------------------------

@@ -43,6 +43,9 @@ class Bundle:
     manifest: Manifest
     removed: tuple[str, ...] = field(default=(), compare=False)
 
+    def __repr__(self) -> str:
+        return f"<Bundle {self.path}: {self.manifest.spec.name} {self.manifest.precision.name}>"
+
     @property
     def model_path(self) -> Path:
         """The canonical graph."""

@@ -216,9 +216,9 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("init -o ci/mha-deploy.toml", "elsewhere"),
     ),
     "completion": (
-        ('completion bash  # eval "$(mha-deploy completion bash)"', ""),
-        ("completion zsh  # > ~/.zfunc/_mha-deploy", ""),
-        ("completion fish  # > ~/.config/fish/completions/mha-deploy.fish", ""),
+        ("completion bash", "append its output to ~/.bashrc"),
+        ("completion zsh", "write it to _mha-deploy in a folder of $fpath"),
+        ("completion fish", "to ~/.config/fish/completions/mha-deploy.fish"),
     ),
     "plugins build": (
         ("plugins build", "for the GPU of this machine"),

@@ -423,7 +423,7 @@ def report_renderable(report: Data, *, verbose: bool = False, headed: bool = Tru
 
     With `verbose`, every table. Not `headed`: without the verdict, which stands elsewhere.
     """
-    model = f"{report['model']['name']} {report['model']['precision']}"
+    model = f"{report['model']['name']} {tables.types_of(report)}"
     verdict = report["verdict"]
     said = [each for each in tables.shown_findings(verdict) if not each.get("in_headline")]
     by_level = group_by(said, lambda finding: finding["level"])

@@ -358,6 +358,9 @@ def package(
     batch += f" ({found.unbatched})" if found.unbatched else ""
     lines = [f"{found.path}: {found.variant}, run by {', '.join(found.backends)}, {batch}"]
     lines += [f"  {file}" for file in found.files]
+    for each in found.left_out:
+        name, _, why = each.partition(": ")
+        lines.append(f"note: engine {name} is not in it, since {why}; --backend {name} packages it")
     lines.append(f"start: {found.path / 'README.md'} has the commands, with Docker and without")
     return Result({**vars(found), "path": str(found.path)}, lambda: lines, verdict=lines[0])
 

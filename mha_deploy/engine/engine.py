@@ -273,6 +273,10 @@ class Engine:
     manifest: EngineManifest  # as `open_engine` reads it, without the claims that its plan does not confirm
     is_confirmed: bool = True  # else its verdict counts once it ran
 
+    def __repr__(self) -> str:
+        manifest = self.shown
+        return f"<Engine {self.path}: {manifest.backend} {manifest.version}, {manifest.fusion_summary}>"
+
     @property
     def shown(self) -> EngineManifest:
         """The manifest without the claims for which there is no evidence but the manifest itself."""

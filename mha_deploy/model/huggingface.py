@@ -40,7 +40,7 @@ def checkpoint_files(path: Path) -> dict[str, Path]:
             raise DeployError(
                 "The folder has no safetensors file, or several without an index.",
                 got=got,
-                hint="the path of one safetensors file, or of the index",
+                hint="the path of one, or of the index; model.save_pretrained(FOLDER) writes them",
             )
     if path.suffix in _PICKLED:
         what = "A pickle can run code when it is read, so it is refused."

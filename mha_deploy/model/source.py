@@ -43,6 +43,10 @@ class Model:
     prefix: str = ""
     layer: int | None = None
 
+    def __repr__(self) -> str:
+        source = self.source if isinstance(self.source, str) else type(self.source).__name__
+        return f"<Model {self.name}: {source}>"
+
     @property
     def is_layer(self) -> bool:
         """Whether it is a catalog layer: one attention that a spec describes."""

@@ -409,7 +409,7 @@ def report_page(data: Data) -> str:
     shown = sorted(tables.shown_findings(data["verdict"]), key=lambda each: levels.index(each["level"]))
     findings = [{**each, "place": places.get(each["section"], "")} for each in shown]
     model, figures = data["model"], key_figures(data)
-    title = f"{data['verdict']['outcome'].upper()}: {model['name']} {model['precision']}"
+    title = f"{data['verdict']['outcome'].upper()}: {model['name']} {tables.types_of(data)}"
     context = {"title": title, "report": data, "findings": findings, "figures": figures, "absent": absent}
     return _rendered(data, sections=sections, look=look, **context)
 

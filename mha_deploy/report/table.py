@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from mha_deploy.model.precision import EIGHT_BITS
 from mha_deploy.report.charts import decode_curves
 from mha_deploy.status import Kind, Outcome, Reason, Severity
 from mha_deploy.text import (
@@ -358,6 +359,12 @@ def _verdict_rows(verdict: Data, name: Cell | str, *place: str) -> list[RawRow]:
     share = share_cell(verdict["share"], failed=not is_right)
     row = (name, result, *place, *figures, rest, share)
     return [row] if is_right else [row, _problem_text(verdict)]
+
+
+def types_of(report: Data) -> str:
+    """The precision of a model in a heading: that of its GEMMs, too, where they have another."""
+    loss, precision = report.get("loss"), report["model"]["precision"]
+    return f"{loss['what']}/{precision}" if loss and loss["what"] in EIGHT_BITS else str(precision)
 
 
 def _problem_text(verdict: Data) -> str:

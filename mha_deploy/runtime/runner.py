@@ -83,7 +83,13 @@ class Runner(Closing, ABC):
 
     def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Check the inputs against the model, then run it."""
-        return self._run(self.checked(feeds))
+        checked = self.checked(feeds)
+        try:
+            return self._run(checked)
+        except DeployError as error:
+            if (found := _two_sizes(self.inputs, feeds)) is not None:
+                raise found from error
+            raise
 
     def checked(self, feeds: Arrays) -> Arrays:
         """The inputs as the runtime takes them; refused for other names, types or shapes."""
@@ -121,6 +127,19 @@ def check_feeds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:
         fixed = [(size, dim) for size, dim in zip(shape, info.dims, strict=False) if isinstance(dim, int)]
         if len(shape) != len(info.dims) or any(size != dim for size, dim in fixed):
             raise DeployError(f"Input {name} has the wrong shape.", got=shape, hint=str(info.dims))
+
+
+def _two_sizes(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> DeployError | None:
+    """Why a run may have failed: an axis that has one size in one input and another in the next."""
+    sizes: dict[str, tuple[int, str]] = {}
+    for name, info in inputs.items():
+        for size, dim in zip(feeds[name].shape, info.dims, strict=False):
+            if isinstance(dim, str) and sizes.setdefault(dim, (size, name))[0] != size:
+                got = f"{sizes[dim][0]} in {sizes[dim][1]}, {size} in {name}"
+                return DeployError(
+                    f"Axis {dim} has two sizes.", got=got, hint=f"one size of {dim} everywhere"
+                )
+    return None
 
 
 def check_kinds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:

@@ -99,7 +99,8 @@ after {_IDLE_US // 1_000_000} s without a request.
 class Package:
     """A model in a repository; `command` starts the server.
 
-    `max_batch` is 0 without dynamic batching, and `unbatched` says why.
+    `max_batch` is 0 without dynamic batching, and `unbatched` says why. `left_out` are the engines of the
+    bundle that are not in it, with the reason.
     """
 
     path: Path
@@ -109,6 +110,7 @@ class Package:
     command: str
     files: tuple[str, ...] = ()
     unbatched: str = ""
+    left_out: tuple[str, ...] = ()
 
 
 class Packaging:
@@ -135,6 +137,8 @@ class Packaging:
             raise DeployError("This cannot be the name of a model.", got=self.name, hint=hint)
         self.engines, self.runtime = self._choose()
         self.backends = (self.runtime,) if self.runtime else tuple(each.path.stem for each in self.engines)
+        others = [] if options.backends or self.engines else RuntimeFinder(bundle).engines
+        self.left_out = tuple(f"{e.path.stem}: {'; '.join(reasons_not_to_run(e))}" for e in others)
         self.on_gpu = bool(self.engines) or self.runtime in GPU_RUNNERS
         if options.variant == PYTHON and bundle.manifest.precision.name == "bf16":
             got, hint = f"{self.spec.name} bf16", "--variant tensorrt_plan, or export in fp16 or fp32"
@@ -341,7 +345,7 @@ class Packaging:
         shown = self.repository / self.name
         why = "" if self.max_batch else self._why_unbatched() or ""
         about = (shown, self.options.variant, self.backends, self.max_batch, command, tuple(files))
-        return Package(*about, unbatched=why)
+        return Package(*about, unbatched=why, left_out=self.left_out)
 
     def _refuse_occupied(self, place: Path) -> None:
         if self.repository.exists() and not self.repository.is_dir():

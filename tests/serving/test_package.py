@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -56,6 +57,16 @@ def test_names_types_and_sizes_come_from_the_manifest(package):
     assert found.max_batch_size == 4
     assert found.HasField("dynamic_batching")
     assert found.instance_group[0].kind == found.instance_group[0].KIND_CPU
+
+
+def test_an_engine_that_cannot_run_here_and_is_left_out_is_named(bundles, tmp_path):
+    pytest.importorskip("tensorrt_rtx")
+    bundle = md.open_bundle(shutil.copytree(bundles("tiny-mha").path, tmp_path / "bundle"))
+    engine = md.build_engine(bundle, backend="tensorrt-rtx", targets="89")
+    if not (misfits := md.inspect(engine.path).misfits):
+        pytest.skip("the engine runs here")
+    assert md.package(bundle, tmp_path / "models").left_out == (f"tensorrt-rtx: {'; '.join(misfits)}",)
+    assert not md.package(bundle, tmp_path / "more", backends=["ort-cpu"]).left_out
 
 
 def test_the_repository_carries_a_wheel_of_this_version(package):
