@@ -93,13 +93,14 @@ def engine_from_bundle(
     if any(candidate.attention == PLUGIN for candidate in candidates):
         find_plugins(rt)  # report a missing library before a long build
     requested = options.attention
-
-    def build(path: Path, options: EngineOptions) -> Engine:
-        return _EngineBuild(bundle, rt, options, on_progress).write(path, requested=requested)
-
     if len(candidates) > 1:
+
+        def build(path: Path, options: EngineOptions) -> Engine:
+            return _EngineBuild(bundle, rt, options, on_progress).write(path, requested=requested)
+
         return build_fastest_engine(bundle, options, path, candidates, build)
-    return build(path, candidates[0].applied_to(options))
+    chosen = candidates[0].applied_to(options)
+    return _EngineBuild(bundle, rt, chosen, on_progress).write(path, requested=requested)
 
 
 def lowered_graph(bundle: Bundle, engine: Engine, options: EngineOptions) -> ir.Model:
@@ -198,31 +199,13 @@ class _EngineBuild:
             has_int8="int8" in dict(quantized_gemms(lowered)).values() and not can.strongly_typed_flag,
         )
 
-    def _build(self, request: BuildRequest) -> BuiltEngine:
-        """Build in a child process: parsers and builders can crash."""
-        rt, report = self.rt, self.on_progress
-        # The builder's own phases nest, and each has its own count: they are details of one step.
-        on_progress = None if report is None else lambda name, *count: report(f"{BUILDING}: {name}", *count)
-        if not isolation.enabled:
-            return _build(rt, request, self.plugins, on_progress)
-        on_message = None if on_progress is None else lambda progress: on_progress(*progress)
-        return call_isolated(
-            rt.backend,
-            _build,
-            rt,
-            request,
-            self.plugins,
-            _report,
-            title=rt.title,
-            step="building the engine",
-            on_message=on_message,
-        )
-
     def _build_running(self, request: BuildRequest) -> tuple[BuiltEngine, FirstRun]:
         """Build until the engine runs, where that can be tried: one that cannot is not done."""
-        names, last = engines.profile_names(self.spec, self.ranges), ""
+        names, last, report = engines.profile_names(self.spec, self.ranges), "", self.on_progress
+        # The builder's own phases nest, and each has its own count: they are details of one step.
+        on_progress = None if report is None else lambda name, *count: report(f"{BUILDING}: {name}", *count)
         for count in range(1, _MOST_BUILDS + 1):
-            built = self._build(request)
+            built = _build(self.rt, request, self.plugins, on_progress)
             large = built.large_tensors
             loaded: dict[str, Any] = {"host_code": self.options.version_compatible, "large_tensors": large}
             first = run_first(self.rt, built.plan, names, **loaded)
@@ -266,8 +249,13 @@ def _kernel_records(built: BuiltEngine) -> list[engines.KernelRecord]:
 def _build(
     rt: TensorRT, request: BuildRequest, plugins: Plugins, on_progress: OnProgress | None = None
 ) -> BuiltEngine:
-    load_needed(rt, plugins)
-    return build_engine(rt, request, on_progress)
+    """Build in a child process: parsers and builders can crash."""
+    if not isolation.enabled:
+        load_needed(rt, plugins)
+        return build_engine(rt, request, on_progress)
+    on_message = None if on_progress is None else lambda progress: on_progress(*progress)
+    places: dict[str, Any] = {"title": rt.title, "step": "building the engine", "on_message": on_message}
+    return call_isolated(rt.backend, _build, rt, request, plugins, _report, **places)
 
 
 def _report(*progress: Any) -> None:
