@@ -174,10 +174,11 @@ class Columns:
         others = tuple(_identity(each) for each in node.inputs[1:])
         attributes = sorted((name, str(each.value)) for name, each in node.attributes.items())
         key = (node.op_type, *map(tuple, attributes), others, *more)
+        is_rounding = is_op(node, "Cast") and node.outputs[0].dtype in _TYPES
         made = list[Sum]()
         for each in columns.reshape(-1):
             ((term, count), *rest) = each or [((), 0)]
-            if is_op(node, "Cast") and not rest and count == -1:  # rounding is the same on both sides of zero
+            if is_rounding and not rest and count == -1:  # it is the same on both sides of zero
                 made.append(_negative(self.single((key, frozenset({(term, 1)})))))
             else:
                 made.append(self.single((key, each)))
