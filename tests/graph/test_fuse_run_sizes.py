@@ -171,3 +171,61 @@ def test_a_map_that_is_rolled_and_cut_into_windows():
     weights = g.op("Softmax", g.op("Reshape", masked, g.ints(-1, 2, 4, 4)))
     y = g.op("MatMul", weights, heads)
     check(g, y, *({"x": sized(*shape, D)} for shape in ((2, 4, 6), (3, 6, 2), (1, 2, 2))))
+
+
+def compressed(g, value):
+    return g.op("Compress", value, "chosen", axis=1)
+
+
+def gathered(g, value):
+    places = g.op("Squeeze", g.op("NonZero", "chosen"), g.ints(0))
+    return g.op("Gather", value, places, axis=1)
+
+
+def split_apart(g, value):
+    """The first part; the condition counts how long it is."""
+    count = g.op("ReduceSum", g.cast("chosen", INT64), g.ints(0), keepdims=1)
+    length = g.op("Shape", value, start=1, end=2)
+    both = g.op("Concat", count, g.op("Sub", length, count), axis=0)
+    first = g.op("Split", value, both, axis=1)
+    g.nodes[-1].output.append(f"{first}_rest")
+    return first
+
+
+def repeated(g, value):
+    count = g.op("ReduceSum", g.cast("chosen", INT64), g.ints(0), keepdims=1)
+    return g.op("Tile", value, g.op("Concat", g.ints(1), count, g.ints(1, 1), axis=0))
+
+
+def padded(g, value):
+    count = g.op("ReduceSum", g.cast("chosen", INT64), g.ints(0), keepdims=1)
+    return g.op("Pad", value, g.op("Concat", g.ints(0, 0, 0, 0, 0), count, g.ints(0, 0), axis=0))
+
+
+@pytest.mark.parametrize("chosen", [compressed, gathered, split_apart, repeated, padded])
+def test_keys_that_a_run_chooses(chosen):
+    """How many there are is read from a tensor, for keys and values alike."""
+    g = axes_of({"q": ("N", "S", H, D), "k": ("N", "T", H, D), "v": ("N", "T", H, D)})
+    g.inputs["chosen"] = (TensorProto.BOOL, ("T",))
+    y = attend(g, "q", chosen(g, "k"), chosen(g, "v"))
+    check(g, y, *({"chosen": np.arange(5) < count} for count in (2, 5)))
+
+
+def test_windows_behind_a_pad_of_the_run():
+    """A length is padded to a multiple of the window."""
+    g = axes_of({"x": ("N", "L", D)})
+    window = g.ints(4)
+    length = g.op("Shape", "x", start=1, end=2)
+    more = g.op("Mod", g.op("Sub", window, g.op("Mod", length, window)), window)
+    wide = g.op("Pad", "x", g.op("Concat", g.ints(0, 0, 0, 0), more, g.ints(0), axis=0))
+    count = g.op("Div", g.op("Shape", wide, start=1, end=2), window)
+    x = g.op("Reshape", wide, g.op("Concat", g.ints(-1), count, g.ints(4, D), axis=0))
+    zero, one = (g.const(number, np.int64) for number in (0, 1))
+    places = g.op("Range", zero, g.op("Squeeze", g.op("Shape", wide, start=1, end=2), g.ints(0)), one)
+    mask = g.op(
+        "Reshape", g.op("Less", places, length), g.op("Concat", g.ints(1), count, g.ints(1, 4), axis=0)
+    )
+    scores = g.op("Einsum", x, x, equation="bwid,bwjd->bwij")
+    scores = g.op("Where", mask, scores, g.const(-1e9))
+    y = g.op("Einsum", g.op("Softmax", scores), x, equation="bwij,bwjd->bwid")
+    check(g, y, *({"x": sized(2, length, D)} for length in (8, 6, 3)))

@@ -17,7 +17,6 @@ from typing import Any
 
 import onnx_ir as ir
 
-from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.fuse import foreign, rotary, values, write
 from mha_deploy.graph.fuse.leftover import Leftovers
@@ -32,7 +31,16 @@ from mha_deploy.graph.fuse.pattern import (
 )
 from mha_deploy.graph.fuse.spelling import Spelling
 from mha_deploy.graph.fuse.values import NoScores, NotExpressible, NotFused, from_old_opset, place_of
-from mha_deploy.graph.fuse.verify import EXTREME, FACTOR, Boundary, Region, compare, mask_stops
+from mha_deploy.graph.fuse.verify import (
+    EXTREME,
+    FACTOR,
+    Boundary,
+    NewFails,
+    NotVerified,
+    Region,
+    compare,
+    mask_stops,
+)
 from mha_deploy.graph.fuse.write import share_tied_weights
 from mha_deploy.graph.ir import (
     NodeBuilder,
@@ -289,15 +297,23 @@ class _Fusion:
             border = replace(border, drawn={**self._spelling.drawn_in_file(others), **border.drawn})
         region = Region(results, border, self._spelling, in_file=True)
         if region.key not in self._compared:
-            try:
-                with _failures_as_refusals():
-                    opset = self._model.opset_imports.get("", 1)
-                    instead = dict(zip(old, new, strict=True))
-                    other = Region(results, border, self._spelling, in_file=False, instead=instead)
-                    filled = compare(region, other, border, opset)
-                    self._compared[region.key] = (FULLY_MASKED,) if filled else ()
-            except NotFused as refusal:
-                self._compared[region.key] = refusal
+            opset, instead = self._model.opset_imports.get("", 1), dict(zip(old, new, strict=True))
+            # Sizes that a run computes may not fit to what is drawn: then they are chosen as well.
+            chosen = replace(border, chosen=True) if values.has_cuts(self._model) else None
+            for each in filter(None, (border, chosen)):
+                try:
+                    with _failures_as_refusals():
+                        one = region
+                        if each is chosen:
+                            one = Region(results, each, self._spelling, in_file=True)
+                        other = Region(results, each, self._spelling, in_file=False, instead=instead)
+                        filled = compare(one, other, each, opset)
+                        self._compared[region.key] = (FULLY_MASKED,) if filled else ()
+                        break
+                except NotFused as refusal:
+                    self._compared[region.key] = self._compared.get(region.key, refusal)
+                    if not isinstance(refusal, NotVerified | NewFails):
+                        break
         known = self._compared[region.key]
         if isinstance(known, NotFused):
             raise known
@@ -467,7 +483,7 @@ def _boundary(pattern: Pattern, spelling: Spelling) -> Boundary:
         known = values.sizes_of(each.value)
         if known and (each.value in drawn or not any(map(values.is_of_run, known))):
             dims[spelling.original(each.value)] = tuple(
-                pattern.size(axis) if size is None or GENERATED in str(size) else size
+                size if size is not None and not values.is_of_run(size) else pattern.size(axis)
                 for axis, size in zip(each.axes[-len(known) :], known, strict=True)
             )
     extreme = min(EXTREME, scores.bound / (4.0 * root))  # no two of them are further apart than it

@@ -516,6 +516,11 @@ _MAX_ROUNDS = 4  # through a loop
 _MAX_KEY = 6  # nodes of one number that are compared
 CUT = "cut."  # how names of sizes begin that only a run knows
 _COUNTER = itertools.count()
+# What sizes are read from, where that is no constant.
+_DECIDED_BY: dict[str, tuple[int, ...]] = {"NonZero": (0,), "ConstantOfShape": (0,), "Range": (0, 1, 2)}
+_DECIDED_BY |= dict.fromkeys(("Compress", "Expand", "Reshape", "Split", "Tile", "TopK"), (1,)) | {
+    "Pad": (1, 3)
+}
 _Key = Hashable  # what a number is computed from
 NO_END = 2**31 - 1  # where a slice ends that has no end
 _SAME_CONTENT = frozenset({*IN_ORDER, "Cast"})
@@ -633,9 +638,14 @@ def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> list[ir.Value
                 value.shape = ir.Shape(found)
     following = _Walk(model, missing if only_missing else None)
     following.follow(model.graph)
-    if following.cuts:
+    if following.named:
         model.meta[CUT] = True
     return following.entered
+
+
+def has_cuts(model: ir.Model) -> bool:
+    """Whether sizes have names that only a run knows."""
+    return bool(model.meta.get(CUT))
 
 
 def forget_cuts(model: ir.Model) -> None:
@@ -721,7 +731,7 @@ class _Walk:
         self._of_results = own_names(model)  # names that others are better than
         self._complete = dict[tuple[Size, ...], bool]()  # whether all of some sizes are known
         # What sizes are that only a run knows, by their names, and back.
-        self.cuts, self._named = dict[Size, _Cut](), dict[_Cut, str]()
+        self.cuts, self.named = dict[Size, _Cut](), dict[_Key, str]()
 
     def follow(self, graph: ir.Graph) -> None:
         """Visit the nodes of a graph, those of branches and loops first."""
@@ -794,6 +804,8 @@ class _Walk:
         missing = any(known is None or not all(map(self._is_known, known)) for known in before)
         try:
             after = self._sizes_after(node) if missing else before
+            if missing and node.op_type in _DECIDED_BY:
+                after = self._with_names(node, after)
         except _INVALID:  # no runtime would take the file
             return
         for value, known, found in zip(node.outputs, before, after, strict=False):
@@ -839,10 +851,11 @@ class _Walk:
         if node.op_type in _SAME_CONTENT:
             return self.content(first)
         given = [part for each in node.inputs if (part := self.content(each)) is not None]
+        if is_op(node, "Concat") and given:
+            parts = [self.content(each) or self._unknown(each) for each in node.inputs]
+            return None if None in parts else [each for part in parts for each in part or ()]
         if not given or len(given) < len(node.inputs):
             return None
-        if is_op(node, "Concat"):
-            return [each for part in given for each in part]
         if is_op(node, "Gather"):
             data, at = given
             return [data[each] for each in at if isinstance(each, int) and -len(data) <= each < len(data)]
@@ -860,6 +873,11 @@ class _Walk:
         if any(len(part) not in (1, length) for part in given):
             return None
         return [_CONTENT_OPS[node.op_type](*(part[at % len(part)] for part in given)) for at in range(length)]
+
+    def _unknown(self, value: ir.Value | None) -> list[Size] | None:
+        """As many unknown numbers as a small tensor has; None where it may have any number."""
+        found = sizes_of(value)
+        return [None] * found[0] if found and len(found) == 1 and isinstance(found[0], int) else None
 
     def _rearranged(self, node: ir.Node, given: list[list[Size]]) -> list[Size] | None:
         """The numbers behind a Slice or a Transpose, by which TorchScript's exporter computes pads."""
@@ -894,7 +912,7 @@ class _Walk:
         if is_op(node, "ConstantOfShape"):
             return given[:1]
         if is_op(node, "Range"):
-            return [given[1] if given[0] == [0] and given[2] == [1] else None]
+            return [given[1] if given[0] == [0] and given[2] == [1] and given[1] else [None]]
         if first is None:
             return []
         if is_op(node, "Reshape"):
@@ -902,7 +920,8 @@ class _Walk:
         if is_op(node, "Expand"):
             return [_broadcast([first, second])]
         if is_op(node, "Tile"):
-            return [second and [product(pair) for pair in zip(first, second, strict=False)]]
+            times = second or [None] * len(first)
+            return [[product(pair) for pair in zip(first, times, strict=False)]]
         if is_op(node, "Split"):
             axis, count = node.attributes.get_int("axis", 0), len(node.outputs)
             each = quotient(first[axis], count) if input_at(node, 1) is None else None
@@ -954,10 +973,32 @@ class _Walk:
                     key if each is None else each for key, each in zip(where, (begin, end), strict=True)
                 )
                 cut = _Cut(before, first, last).plain
-                self._named[cut] = self._named.get(cut) or f"{CUT}{next(_COUNTER)}"
-                self.cuts[self._named[cut]] = cut
-                sizes[axis] = self._named[cut]
+                sizes[axis] = self._name(cut)
+                self.cuts[sizes[axis]] = cut
         return sizes if axes is not None or count else None
+
+    def _name(self, key: _Key) -> str:
+        """A name for a size that only a run knows: the same one wherever it is computed alike."""
+        if key not in self.named:
+            self.named[key] = f"{CUT}{next(_COUNTER)}"
+        return self.named[key]
+
+    def _with_names(self, node: ir.Node, found: Sequence[list[Size] | None]) -> Sequence[list[Size] | None]:
+        """Sizes that some operators read from a tensor of the run, with names for those that are not known.
+
+        An axis that is repeated, padded or chosen from must have a known size before; a Reshape may read
+        any of its sizes.
+        """
+        decisive, before = _DECIDED_BY[node.op_type], sizes_of(input_at(node, 0)) or []
+        by = tuple(self._key(input_at(node, at)) for at in decisive)
+        attributes = tuple(sorted((name, str(each.value)) for name, each in node.attributes.items()))
+        for which, sizes in enumerate(found):
+            for at, size in enumerate(sizes or ()):
+                whole = is_op(node, "Reshape") or 0 in decisive
+                own = () if 0 in decisive else before if whole else before[at - len(sizes or ()) :][:1]
+                if size is None and sizes is not None and None not in own and (own or 0 in decisive):
+                    sizes[at] = self._name((node.op_type, attributes, by, tuple(own), which, at, len(sizes)))
+        return found
 
     def _rejoined(self, sizes: list[Size]) -> list[Size]:
         """Sizes of which two that are all of an axis, as of `x[n:]` and `x[:n]`, are one."""
@@ -976,9 +1017,13 @@ class _Walk:
         node = None if value is None else value.producer()
         if node is None or node.domain != "" or depth == _MAX_KEY or len(node.outputs) != 1:
             return value
-        if is_op(node, "Squeeze", "Unsqueeze", "Identity"):
+        if is_op(node, "Squeeze", "Unsqueeze") and sizes_of(value) in ([], [1]):
             return self._key(node.inputs[0], depth + 1)
-        if not is_op(node, "Add", "Sub", "Mul", "Div", "Cast", "Gather", "Min", "Max", "Neg"):
+        if (
+            is_op(node, *RANDOM)
+            or graphs_in(node)
+            or any(_is_array(each) for each in node.attributes.values())
+        ):
             return value
         attributes = sorted((name, str(each.value)) for name, each in node.attributes.items())
         return (node.op_type, *attributes, *(self._key(each, depth + 1) for each in node.inputs))
@@ -1012,6 +1057,10 @@ class _Walk:
         )
         kinds = [found.get(str(value.name), onnx.TypeProto()) for value in node.outputs]
         return [_sizes(ir.serde.deserialize_type_proto_for_shape(each)) for each in kinds]
+
+
+def _is_array(attribute: ir.Attr) -> bool:
+    return attribute.type in (ir.AttributeType.TENSOR, ir.AttributeType.SPARSE_TENSOR)
 
 
 def is_pointwise(conv: ir.Node) -> bool:

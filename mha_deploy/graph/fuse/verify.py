@@ -24,7 +24,7 @@ import onnx_ir as ir
 
 from mha_deploy.graph.fuse.mask_pattern import is_score
 from mha_deploy.graph.fuse.spelling import Spelling
-from mha_deploy.graph.fuse.values import ATTENTION_OPSET, NotFused, in_words, is_of_run
+from mha_deploy.graph.fuse.values import ATTENTION_OPSET, CUT, NotFused, in_words, is_of_run
 from mha_deploy.graph.ir import (
     constant,
     dims,
@@ -81,6 +81,10 @@ class NotVerified(NotFused):
         super().__init__(f"Not verified: {why}", got=got, hint="--no-verify fuses it unverified")
 
 
+class NewFails(NotFused):
+    """The new nodes cannot be run where those of the file can."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Boundary:
     """Where the region of an attention begins."""
@@ -89,6 +93,8 @@ class Boundary:
     drawn: Mapping[ir.Value, float | None]
     dims: Mapping[ir.Value, Dims]  # sizes of Q, K, V and masks
     extreme: float = EXTREME  # scores of the last draw are multiples of about this
+    # Whether sizes that a run computes are chosen where they are read, as those of inputs are.
+    chosen: bool = False
 
     def dims_of(self, value: ir.Value, *, drawn: bool = False) -> Dims | None:
         """The sizes of a value; None where the file does not know one of them.
@@ -100,7 +106,7 @@ class Boundary:
         found = list[int | str]()
         for axis, size in enumerate(dims(value)):
             known = size is not None and _FUNCTIONS.issuperset(_CALL.findall(str(size)))
-            if not drawn and (not known or is_of_run(size)):
+            if not drawn and (not known or (is_of_run(size) and not (self.chosen and CUT in str(size)))):
                 return None
             found.append(size if size is not None and known else f"unknown.{id(value)}.{axis}")
         return None if value.shape is None else tuple(found)
@@ -317,8 +323,7 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
             try:
                 got = second(drawn, numbers)
             except _Failed as error:
-                what = "The new node fails where the file runs."
-                raise NotFused(what, got=error) from error
+                raise NewFails("The new node fails where the file runs.", got=error) from error
             for at, pair in enumerate(zip(want, got, strict=True)):
                 rounding = _ROUNDING.get(pair[0].dtype, 0.1) * (_SHARP if draw == 2 else 1.0)
                 rounding = rounding if draw < 3 else max(rounding, _EXTREME_ROUNDING)
