@@ -7,6 +7,8 @@ spread of the results is what rounding costs this model at these inputs, whateve
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from mha_deploy.model.precision import Precision
@@ -17,6 +19,7 @@ _SAMPLES, _LEAST_SAMPLES = 8, 4
 _ON_GRID, _GRID_NUMBERS, _GRID_FLOPS = 32, 1 << 19, 1 << 36
 _FEWER_FROM = 1 << 18  # numbers of an output: above it, each sample shows more by itself
 _SIGNIFICAND = 53  # bits of FP64
+_CHUNK = 1 << 15  # numbers at a time
 # A decision is changed where its margin is below so many standard deviations of what rounding does to it.
 MARGIN = 6.0
 # GEMMs that accumulate K terms in a type, two at a time, err by 0.22 √K of its roundoffs of partial sums;
@@ -47,32 +50,65 @@ def sample_count(numbers: int, accumulate: str = "fp32", grid_flops: int = 0) ->
 
 def hashed(bits: np.ndarray, seed: int) -> np.ndarray:
     """Random bits that depend on a number alone: equal numbers are rounded alike, as a GPU does."""
+    mixed = bits ^ np.int64(seed * MIX[0] & 0x7FFFFFFFFFFFFFFF)
+    between = np.empty_like(mixed)
     with np.errstate(over="ignore"):
-        mixed = (bits ^ np.int64(seed * MIX[0] & 0x7FFFFFFFFFFFFFFF)) * np.int64(MIX[1])
-        mixed = (mixed ^ (mixed >> 29)) * np.int64(MIX[2])
-    return mixed ^ (mixed >> 32)
+        mixed *= np.int64(MIX[1])
+        mixed ^= np.right_shift(mixed, 29, out=between)
+        mixed *= np.int64(MIX[2])
+        mixed ^= np.right_shift(mixed, 32, out=between)
+    return mixed
+
+
+def _by_chunks(values: np.ndarray, change: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """FP64 numbers, changed by their bits: so many at once that what is between stays in a cache."""
+    whole, result = np.ascontiguousarray(values).reshape(-1).view(np.int64), np.empty(values.shape)
+    flat = result.reshape(-1)
+    for start in range(0, whole.size, _CHUNK):
+        flat[start : start + _CHUNK] = change(whole[start : start + _CHUNK])
+    return result
 
 
 def rounded(values: np.ndarray, bits: int, seed: int) -> np.ndarray:
     """FP64 numbers, each rounded at random to so many bits of significand; others stay as they are."""
     if values.dtype != np.float64:
         return values
-    whole, cut = np.ascontiguousarray(values).view(np.int64), _SIGNIFICAND - bits
-    mask = np.int64((1 << cut) - 1)
-    return ((whole + (hashed(whole, seed) & mask)) & ~mask).view(np.float64).reshape(values.shape)
+    mask = np.int64((1 << (_SIGNIFICAND - bits)) - 1)
+
+    def change(whole: np.ndarray) -> np.ndarray:
+        mixed = hashed(whole, seed)
+        mixed &= mask
+        mixed += whole
+        mixed &= ~mask
+        return mixed.view(np.float64)
+
+    return _by_chunks(values, change)
 
 
 def nearest(values: np.ndarray, bits: int) -> np.ndarray:
     """FP64 numbers, each as the nearest one with so many bits of significand; others stay as they are."""
     if not isinstance(values, np.ndarray) or values.dtype != np.float64:
         return values
-    whole, cut = np.ascontiguousarray(values).view(np.int64), _SIGNIFICAND - bits
+    cut = _SIGNIFICAND - bits
     half, mask = np.int64(1 << (cut - 1)), np.int64((1 << cut) - 1)
-    return ((whole + half) & ~mask).view(np.float64).reshape(values.shape)
+
+    def change(whole: np.ndarray) -> np.ndarray:
+        near = whole + half
+        near &= ~mask
+        return near.view(np.float64)
+
+    return _by_chunks(values, change)
 
 
 def normal(values: np.ndarray, seed: int) -> np.ndarray:
     """Numbers that are nearly normal, and depend on FP64 numbers alone."""
-    bits = hashed(np.ascontiguousarray(values).view(np.int64), seed ^ 0x5DEECE66D)
-    parts = [(bits >> shift) & 0xFF for shift in (0, 8, 16)]
-    return ((parts[0] + parts[1] + parts[2]) * (2.0 / 0xFF) - 3.0).reshape(values.shape)
+
+    def draw(whole: np.ndarray) -> np.ndarray:
+        bits = hashed(whole, seed ^ 0x5DEECE66D)
+        total = bits & 0xFF
+        for _ in range(2):
+            bits >>= 8
+            total += bits & 0xFF
+        return total * (2.0 / 0xFF) - 3.0
+
+    return _by_chunks(values, draw)

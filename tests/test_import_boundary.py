@@ -353,6 +353,7 @@ ORDER = (
     "model",
     "options",
     "requirements",
+    "threads",
     "rounding",
     "bundle",
     "reference",

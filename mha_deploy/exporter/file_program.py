@@ -15,7 +15,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from mha_deploy.bundle.cases import Arrays
 from mha_deploy.exporter.samples import RoundingMode
-from mha_deploy.graph.attention_node import QK_OUTPUT
+from mha_deploy.graph.attention_node import MASK, QK_OUTPUT
 from mha_deploy.graph.file import with_outputs
 from mha_deploy.graph.ir import is_op
 from mha_deploy.graph.quantize import ScaledConstant, scaled_constant
@@ -26,6 +26,7 @@ from mha_deploy.model.precision import PRECISIONS, Precision
 from mha_deploy.rounding import ACCUMULATED, MARGIN, hashed, nearest, normal, rounded
 from mha_deploy.runtime.onnx_reference import evaluator_of
 from mha_deploy.runtime.user_code import graph_code
+from mha_deploy.threads import on_one_thread, side_by_side
 
 # Where kernels round: what a GEMM reads and writes, what norms, softmax and activations write. Elementwise
 # operators are fused into these, but for sums of two tensors: a residual stream is written after each.
@@ -46,6 +47,8 @@ _FP8_LEAST, _FP8_FRACTION = -6, 3  # the least exponent of E4M3, and the bits be
 _MOST_WIDE = 1 << 30  # bytes of all weights in FP64; beyond, those of GEMMs stay as they are stored
 _LARGE = 1 << 20  # numbers of a weight
 _MOST_KEPT = 1 << 28  # bytes of results inside that are kept
+# Multiplications of a product: from so many on BLAS has threads, from so many on batch elements have.
+_LARGE_PRODUCT, _SMALL_PRODUCT = 1 << 27, 1 << 22
 
 
 class StoredWeight(ir.LazyTensor):
@@ -274,6 +277,47 @@ def _flops(operator: str, inputs: tuple[Any, ...], result: np.ndarray) -> int:
     return 2 * result.size
 
 
+def _side_by_side(operator: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Computes a node; products of stacks of matrices on all cores, batch elements side by side.
+
+    Each product is the same as without: BLAS has threads of its own only where a single one is large.
+    """
+    alone = on_one_thread(run)
+    if operator not in ("MatMul", "Gemm", "Attention"):
+        return alone
+
+    def compute(*inputs: Any, **options: Any) -> Any:
+        first, count = inputs[0], len(inputs[0]) if np.ndim(inputs[0]) > 2 else 1
+        work = _work(operator, inputs)
+        if operator != "Attention" and work >= count * _LARGE_PRODUCT:
+            return run(*inputs, **options)
+        if count == 1 or work < _SMALL_PRODUCT or (operator == "MatMul" and np.ndim(inputs[1]) > first.ndim):
+            return alone(*inputs, **options)
+
+        def of_batch(at: int, each: Any) -> bool:
+            if operator == "Attention" and at == MASK:
+                return np.ndim(each) == 4 and len(each) == count
+            return operator == "Attention" or (np.ndim(each) == first.ndim and len(each) == count)
+
+        split = [at for at, each in enumerate(inputs) if each is not None and of_batch(at, each)]
+
+        def part(rows: slice) -> Any:
+            with np.errstate(all="ignore"):  # which is that of a thread
+                return run(*(x[rows] if at in split else x for at, x in enumerate(inputs)), **options)
+
+        parts = on_one_thread(side_by_side)(part, count)
+        return tuple(None if x[0] is None else np.concatenate(x) for x in zip(*parts, strict=True))
+
+    return compute
+
+
+def _work(operator: str, inputs: tuple[Any, ...]) -> int:
+    """How many numbers are multiplied in a product, or in the first of an attention."""
+    a, b = inputs[:2]
+    columns = {"MatMul": -1, "Gemm": -1, "Attention": -2}[operator]
+    return int(a.size * (b.shape[columns] if b.ndim > 1 else 1))
+
+
 Results = Mapping[int, Any]
 """What nodes gave in an exact run, by the node of the evaluator."""
 
@@ -401,8 +445,10 @@ class FileProgram:
             for inner in getattr(node, name).rt_nodes_:
                 self._follow(inner, is_inner=True)
 
+        compute = _side_by_side(node.op_type, own)
+
         def run(*inputs: Any, **options: Any) -> Any:
-            return self._mode.call(node, lambda *given: own(*given, **options), inputs)
+            return self._mode.call(node, lambda *given: compute(*given, **options), inputs)
 
         node.run = run
 

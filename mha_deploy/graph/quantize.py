@@ -6,10 +6,7 @@ symmetric. Scales are numbers of FP16, so that a graph in FP16 has the very same
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -33,6 +30,7 @@ from mha_deploy.graph.ir import (
     rank,
 )
 from mha_deploy.graph.roles import MOVES, QUANTIZERS
+from mha_deploy.threads import for_each_part, parts_of
 
 _LEAST_OPSET = 19  # the first with scales in FP16, and with FP8
 _SMALLEST_SCALE = float(np.finfo(np.float16).smallest_subnormal)
@@ -88,24 +86,6 @@ def fp16_scale(scale: np.ndarray | float) -> np.ndarray:
 
 # -- Large constants, as they are stored and in FP64 -------------------------------------------------
 
-_AT_ONCE = 1 << 18  # numbers that are widened in one go, within a cache
-
-
-def for_each_part(work: Callable[[slice], None], shape: tuple[int, ...]) -> None:
-    """Do some work on all rows of a large array: few of them at once, on all cores."""
-    parts = _parts(shape)
-    if len(parts) == 1:
-        work(parts[0])
-        return
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for _ in pool.map(work, parts):
-            pass
-
-
-def _parts(shape: tuple[int, ...]) -> list[slice]:
-    step = max(1, _AT_ONCE // max(math.prod(shape[1:]), 1))
-    return [slice(start, start + step) for start in range(0, max(shape[0], 1), step)]
-
 
 @dataclass(frozen=True)
 class ScaledConstant:
@@ -131,7 +111,7 @@ class ScaledConstant:
 
     def is_kept_by(self, change: Callable[[np.ndarray], np.ndarray]) -> bool:
         """Whether a change leaves all numbers as they are."""
-        parts = map(self._wide, _parts(self.numbers.shape))
+        parts = map(self._wide, parts_of(self.numbers.shape))
         return all(np.array_equal(change(part), part) for part in parts)
 
     def _wide(self, rows: Any) -> np.ndarray:

@@ -72,7 +72,7 @@ def test_weights_that_stay_as_they_are_stored_give_the_same_numbers(model, tmp_p
     for name in (
         "exporter.file_program._MOST_WIDE",
         "exporter.file_program._LARGE",
-        "graph.quantize._AT_ONCE",
+        "threads._AT_ONCE",
     ):
         monkeypatch.setattr(f"mha_deploy.{name}", 100)
     monkeypatch.setattr("mha_deploy.graph.file.EXTERNAL_DATA_FROM", 1000)

@@ -14,6 +14,7 @@ import torch
 from golden_made import made_case, samples_of
 from graph_parity import graph_parity
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 
 from mha_deploy.bundle.cases import Baseline, golden_cases
 from mha_deploy.exporter.file_program import ChangedRun, ExactRun, FileProgram, FileRounding
@@ -23,7 +24,8 @@ from mha_deploy.graph.file import graph_from_proto
 from mha_deploy.judge import judge_case
 from mha_deploy.metrics import budget_from_samples, factor_of, measure
 from mha_deploy.model.precision import PRECISIONS
-from mha_deploy.rounding import rounded
+from mha_deploy.rounding import nearest, normal, rounded
+from mha_deploy.threads import blas_threads, on_one_thread
 
 FP16 = PRECISIONS["fp16"]
 BITS = FP16.significand_bits
@@ -688,6 +690,40 @@ def test_a_large_weight_is_in_fp64_only_while_it_is_used(monkeypatch):
         wanted = wanted @ each.astype(np.float64)
     assert np.array_equal(got, wanted)
     assert most < 8 * count * size**2
+
+
+def test_a_long_array_is_rounded_as_its_parts_are():
+    values = np.random.default_rng(0).standard_normal((3, 40_000))
+    for change in (partial(rounded, bits=BITS, seed=3), partial(nearest, bits=BITS), partial(normal, seed=3)):
+        parts = [change(values[:, start : start + 7]) for start in range(0, 40_000, 7)]
+        assert np.array_equal(change(values), np.concatenate(parts, axis=1))
+        assert np.array_equal(change(values.T), change(values).T)
+
+
+MASKED = """<ir_version: 10, opset_import: ["": 23]>
+masked (float[4, 2, 4, 64] q, float[4, 2, 4096, 64] k, float[4, 2, 4096, 64] v, {kind} mask, float[64, 512] w)
+        => (float[4, 2, 4, 512] y) {{
+    heads = Attention(q, k, v, mask)
+    y = MatMul(heads, w)
+}}"""
+
+
+@pytest.mark.parametrize("shape", [(4, 4096), (4, 1, 4, 4096), (1, 2, 4, 4096)])
+def test_batch_elements_side_by_side_give_what_they_give_together(shape):
+    dice = np.random.default_rng(0)
+    feeds = {name: dice.standard_normal((4, 2, 4 if name == "q" else 4096, 64)) for name in "qkv"}
+    feeds |= {"mask": 3 * dice.standard_normal(shape), "w": dice.standard_normal((64, 512))}
+    text = MASKED.format(kind=f"float{list(shape)}")
+    got = FileProgram(ir.from_onnx_text(text)).run(feeds, FileRounding(None))["y"]
+    assert np.array_equal(got, ReferenceEvaluator(onnx.parser.parse_model(text)).run(["y"], feeds)[0])
+
+
+def test_numpy_has_its_threads_again_after_what_runs_on_one():
+    before = blas_threads()
+    assert on_one_thread(blas_threads)() in (1, None)
+    with pytest.raises(ZeroDivisionError):
+        on_one_thread(lambda: 1 / 0)()
+    assert blas_threads() == before
 
 
 LOOP = """<ir_version: 10, opset_import: ["": 23]>
