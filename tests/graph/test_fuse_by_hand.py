@@ -269,6 +269,78 @@ def test_an_einsum_without_the_axis_of_the_repeated_heads(name):
     assert [(each.Hq, each.Hkv) for each in report.fused] == [heads]
 
 
+def turned(g, x):
+    return g.op("Transpose", x, perm=[0, 1, 3, 2])
+
+
+def stacked(g, *parts):
+    wide = g.op("Concat", *(g.op("Unsqueeze", each, g.ints(2)) for each in parts), axis=2)
+    return g.op("Reshape", wide, g.ints(B, -1, S, D))
+
+
+def tiled_when_turned(g, x):
+    thin = g.op("Transpose", g.op("Reshape", x, g.ints(B, 2, 1, S, D)), perm=[0, 1, 2, 4, 3])
+    return turned(g, g.op("Reshape", g.op("Tile", thin, g.ints(1, 1, 2, 1, 1)), g.ints(B, H, D, S)))
+
+
+def turned_heads(g, x):
+    """The new axis is between the heads only behind the Transpose; before, it is between others."""
+    thin = g.op("Transpose", g.op("Unsqueeze", x, g.ints(4)), perm=[0, 1, 4, 2, 3])
+    return g.op("Reshape", g.op("Tile", thin, g.ints(1, 1, 2, 1, 1)), g.ints(B, H, S, D))
+
+
+REPEATS = {
+    "stacked": (2, lambda g, x: stacked(g, x, x), 2),
+    "chosen": (2, lambda g, x: g.op("Gather", x, g.ints(0, 0, 1, 1), axis=1), 2),
+    "chosen from the end": (2, lambda g, x: g.op("Gather", x, g.ints(0, 0, 1, 1), axis=-3), 2),
+    "tiled when turned": (2, tiled_when_turned, 2),
+    "new axis elsewhere": (2, turned_heads, 2),
+    "one head tiled": (1, lambda g, x: g.op("Tile", x, g.ints(1, H, 1, 1)), 1),
+    "one head joined": (1, lambda g, x: g.op("Concat", *[x] * H, axis=1), 1),
+    # All of them in turn is another order than that of Attention.
+    "in turn": (2, lambda g, x: g.op("Gather", x, g.ints(0, 1, 0, 1), axis=1), H),
+    "tiled in turn": (2, lambda g, x: g.op("Tile", x, g.ints(1, 2, 1, 1)), H),
+    "uneven": (2, lambda g, x: g.op("Gather", x, g.ints(0, 0, 0, 1), axis=1), H),
+    "stacked with others": (2, lambda g, x: stacked(g, x, g.op("Neg", x)), H),
+}
+
+
+@pytest.mark.parametrize("name", REPEATS)
+def test_heads_that_are_repeated(name):
+    """K and V are taken before each head was repeated in its place, however that is written."""
+    given, repeat, heads = REPEATS[name]
+    g = Hand()
+    g.inputs |= {each: (FLOAT, (B, given, S, D)) for each in "kv"}
+    weights = g.op("Softmax", g.op("MatMul", "q", turned(g, repeat(g, "k"))))
+    report = check_same(g.model(g.op("MatMul", weights, repeat(g, "v"))))
+    assert [(each.Hq, each.Hkv) for each in report.fused] == [(H, heads)]
+
+
+def test_heads_that_are_repeated_behind_positions_that_start_after_the_past():
+    """As many positions as new keys: from the length of the past to that of all keys."""
+    g = Hand()
+    g.inputs |= {"q": (FLOAT, ("B", H, "T", D))} | {each: (FLOAT, ("B", 2, "T", D)) for each in "kv"}
+    pasts = [g.input(f"past_{each}", ("B", 2, "P", D)) for each in "kv"]
+    batch, new, past = (
+        g.op("Gather", g.op("Shape", of), g.const(at, np.int64))
+        for of, at in (("k", 0), ("k", 2), (pasts[0], 2))
+    )
+    end = g.op("Add", new, past)
+    positions = g.cast(g.op("Range", past, end, g.const(1, np.int64)), FLOAT)
+    rotated = g.op("Mul", "k", g.op("Cos", g.op("Unsqueeze", positions, g.ints(1))))
+
+    def repeated(x, past):
+        x = g.op("Unsqueeze", g.op("Concat", past, x, axis=2), g.ints(2))
+        sizes = [g.op("Unsqueeze", each, g.ints(0)) for each in (batch, end)]
+        wide = g.op("Concat", sizes[0], g.ints(2, 2), sizes[1], g.ints(D), axis=0)
+        joined = g.op("Concat", sizes[0], g.ints(H), sizes[1], g.ints(D), axis=0)
+        return g.op("Reshape", g.op("Expand", x, wide), joined)
+
+    weights = g.op("Softmax", g.op("MatMul", "q", turned(g, repeated(rotated, pasts[0]))))
+    report = check_same(g.model(g.op("MatMul", weights, repeated("v", pasts[1]))))
+    assert [(each.Hq, each.Hkv) for each in report.fused] == [(H, 2)]
+
+
 # -- what the recognizer cannot handle ---------------------------------------------------------------------
 
 

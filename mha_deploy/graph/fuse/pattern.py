@@ -257,6 +257,7 @@ def unwrap(
             before = (_before_factor(operand) if scaled else None) or _before_cast(operand, dtype)
             if head:
                 before = before or _before_interleave(operand, head) or _before_expand(operand, head)
+                before = before or _before_choice(operand, head)
             if before is None:
                 return ready or operand
             ready = None
@@ -340,25 +341,53 @@ def _before_factor(operand: Operand) -> Operand | None:
 
 def _before_interleave(operand: Operand, head: str) -> Operand | None:
     """The heads before `x[:, :, None].expand(…).reshape(…)`, which repeats each of them in place."""
-    chain = _chain(operand.value, ("Reshape",), ("Expand", "Tile"), ("Unsqueeze", "Reshape"))
-    if not chain or any(each.shape is None for each in chain) or head not in operand.axes:
+    copied = input_at(made_by(operand.value, "Reshape"), 0)
+    thin, result, wide = _before_copies(copied), sizes_of(operand.value), sizes_of(copied)
+    if thin is None or result is None or wide is None or head not in operand.axes:
         return None
-    result, wide, thin, source = (sizes_of(each) or () for each in chain)
     at = operand.axes.index(head)
-    if len(source) != len(operand.axes) or len(wide) != len(source) + 1:
+    if len(wide) != len(result) + 1 or len(result) != len(operand.axes):
         return None
-    heads, group, before, after = source[at], wide[at + 1], source[:at], source[at + 1 :]
-    if not isinstance(heads, int) or not isinstance(group, int):
+    heads, group = wide[at : at + 2]
+    joined, one = (
+        [*wide[:at], product((heads, group)), *wide[at + 2 :]],
+        [*wide[: at + 1], 1, *wide[at + 2 :]],
+    )
+    if not isinstance(heads, int) or not isinstance(group, int) or not same_dims(result, joined):
         return None
-    joined = [*before, heads * group, *after]
-    apart = [[*before, heads, copies, *after] for copies in (1, group)]
-    proved = all(map(same_dims, (thin, wide, result), (*apart, joined)))
-    return replace(operand, value=chain[-1], group=operand.group * group) if proved else None
+    if not same_dims(sizes_of(thin) or (), one):
+        return None
+    axes = (*operand.axes[: at + 1], "", *operand.axes[at + 1 :])
+    while (node := made_by(thin, "Transpose")) is not None and node.inputs[0] is not None:
+        thin, axes = node.inputs[0], before_transpose(node, axes)
+    source, place, sizes = input_at(made_by(thin, "Unsqueeze", "Reshape"), 0), axes.index(""), sizes_of(thin)
+    if (
+        source is None
+        or sizes is None
+        or not same_dims(sizes_of(source) or (), sizes[:place] + sizes[place + 1 :])
+    ):
+        return None
+    return replace(operand, value=source, axes=tuple(filter(None, axes)), group=operand.group * group)
+
+
+def _before_copies(value: ir.Value | None) -> ir.Value | None:
+    """What Expand or Tile copies, or Concat joins with itself."""
+    node = made_by(value, "Expand", "Tile", "Concat")
+    first = input_at(node, 0)
+    if node is None or first is None or not is_op(node, "Concat"):
+        return first
+    source, sizes = input_at(made_by(first, "Unsqueeze", "Reshape"), 0), sizes_of(first)
+    for other in node.inputs[1:]:
+        before = input_at(made_by(other, "Unsqueeze", "Reshape"), 0)
+        same = before is not None and before is source and same_dims(sizes_of(other) or (), sizes or ())
+        if other is not first and not same:
+            return None
+    return first
 
 
 def _before_expand(operand: Operand, head: str) -> Operand | None:
     """One head, before it was copied to all of them."""
-    inner = input_at(made_by(operand.value, "Expand"), 0)
+    inner = _before_copies(operand.value)
     result, source = sizes_of(operand.value), sizes_of(inner)
     if inner is None or result is None or source is None or head not in operand.axes:
         return None
@@ -367,6 +396,22 @@ def _before_expand(operand: Operand, head: str) -> Operand | None:
     if not isinstance(copies, int) or not same_dims(source, (*result[:at], 1, *result[at + 1 :])):
         return None
     return replace(operand, value=inner, group=operand.group * copies)
+
+
+def _before_choice(operand: Operand, head: str) -> Operand | None:
+    """The heads before a Gather that takes each of them several times in turn."""
+    node = made_by(operand.value, "Gather")
+    sizes, chosen = sizes_of(input_at(node, 0)), array_of(input_at(node, 1))
+    if node is None or sizes is None or chosen is None or chosen.ndim != 1 or head not in operand.axes:
+        return None
+    at = operand.axes.index(head)
+    heads, source = (sizes[at] if len(sizes) == len(operand.axes) else None), node.inputs[0]
+    if source is None or not isinstance(heads, int) or node.attributes.get_int("axis", 0) % len(sizes) != at:
+        return None
+    group = max(chosen.size // max(heads, 1), 1)
+    if chosen.tolist() != [each for each in range(heads) for _ in range(group)] or group == 1:
+        return None
+    return replace(operand, value=source, group=operand.group * group)
 
 
 # -- The softmax: the operator, or an exponential over its sum -------------------------------------

@@ -912,7 +912,9 @@ class _Walk:
         if is_op(node, "ConstantOfShape"):
             return given[:1]
         if is_op(node, "Range"):
-            return [given[1] if given[0] == [0] and given[2] == [1] and given[1] else [None]]
+            start, limit, step = (each[0] if each else None for each in given)
+            count = _difference(limit, start) if step == 1 else None
+            return [[max(count, 0) if isinstance(count, int) else count]]
         if first is None:
             return []
         if is_op(node, "Reshape"):
