@@ -100,7 +100,12 @@ class OutputProjection:
         inverse = np.linalg.solve(damped, weight).T
         if np.einsum("ij,ji->", weight, inverse) < _LEAST_BACK * len(weight):
             return {}
-        return {self.output: lambda error: self._by_head(error @ inverse)}
+
+        def to_heads(error: np.ndarray) -> np.ndarray:
+            rows = error.reshape(-1, len(inverse))  # one product in place of one for each batch element
+            return self._by_head((rows @ inverse).reshape(*error.shape[:-1], -1))
+
+        return {self.output: to_heads}
 
 
 class Heatmap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -62,21 +62,12 @@ def test_weights_and_activations_of_every_gemm_are_quantized(bundles, name, kind
     assert [node.op_type for node in graph.node].count("Attention") == 1
 
 
-@pytest.mark.parametrize("scales", ["channel", "tensor"])
-def test_weights_that_stay_as_they_are_stored_give_the_same_numbers(model, tmp_path, monkeypatch, scales):
-    def exported(name):
-        options = {"precision": "fp8", "weight_scales": scales, "data": samples(2), **OPTIONS}
-        return md.export(model, tmp_path / name, **options)
-
-    wide = exported("wide")
-    for name in (
-        "exporter.file_program._MOST_WIDE",
-        "exporter.file_program._LARGE",
-        "threads._AT_ONCE",
-    ):
+def test_weights_that_stay_as_they_are_stored_give_the_same_numbers(bundles, model, tmp_path, monkeypatch):
+    for name in ("exporter.file_program._MOST_WIDE", "exporter.file_program._LARGE", "threads._AT_ONCE"):
         monkeypatch.setattr(f"mha_deploy.{name}", 100)
     monkeypatch.setattr("mha_deploy.graph.file.EXTERNAL_DATA_FROM", 1000)
-    stored = exported("stored")
+    stored = md.export(model, tmp_path / "stored", precision="fp8", data=samples(), **OPTIONS)
+    wide = bundles["fp8"]
     assert (stored.path / "source.onnx.data").is_file()
     for file in ("golden/opt.safetensors", "layers/opt.safetensors"):
         assert (stored.path / file).read_bytes() == (wide.path / file).read_bytes()
