@@ -55,6 +55,7 @@ from mha_deploy.graph.roles import IN_ORDER, MOVES
 
 _MAX_DEPTH = 12  # of the nodes that a mask of zeros and ones is read through
 _MOST_IN_CHUNKS = 256  # nodes that add up the chunks of a softmax
+_MOST_BETWEEN = 64  # nodes that are searched for other masks
 _NO_SCORE = 1e30
 _MOST_FOLDED, _FOLDED_OPSET = 32, 18
 _LAYOUT = (*MOVES, "Expand", "Slice", "Gather", "Tile")
@@ -430,10 +431,22 @@ def _minimum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
             continue
         # No score is so large that the limit would change it.
         least = min(float(scores.dtype.max), _NO_SCORE)
+        if _may_be_below(scores, min(limit[1:])):
+            continue  # a score that another mask made smaller stays as it is
         if sizes_of(scores) == sizes_of(node.outputs[0]) and max(limit[1:]) >= least:
             shown = limit.true > limit.false
             return _masked(builder, scores, limit.condition, shown, min(limit[1:]))
     return None
+
+
+def _may_be_below(scores: ir.Value, number: float) -> bool:
+    """Whether something between scores and their matmul has a number that is further from 0 than this one."""
+    behind = nodes_behind(
+        [scores], lambda node: () if is_op(node, "MatMul", "Einsum", "Shape") else node.inputs
+    )
+    given = {each for node in itertools.islice(behind, _MOST_BETWEEN) for each in node.inputs}
+    numbers = [scalar_of(each) for each in given if constant(each) is not None]
+    return any(each < number or -number < each < math.inf for each in numbers if each is not None)
 
 
 def _zeroed(value: ir.Value | None, builder: NodeBuilder) -> tuple[ir.Value, ir.Value | None, bool]:
