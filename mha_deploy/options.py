@@ -255,7 +255,7 @@ class ValidateOptions(TimedOptions):
         min=0.0,
         max=1e6,
     )
-    require_run: bool = option(False, "Fail unless every engine was run.")
+    require_run: bool = option(False, "Fail unless there is an engine, and every engine was run.")
     require_coverage: bool = option(
         False, "Fail unless every engine, profile and axis was run up to its maximum."
     )

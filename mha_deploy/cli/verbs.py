@@ -228,7 +228,7 @@ def fuse(
     data = {"file": str(output), **report.to_dict()}
     return Result(
         data,
-        lambda: [tables.fuse_renderable(report)],
+        lambda: [tables.fuse_renderable(report), f"wrote {output}"],
         verdict=tables.fuse_verdict(report),
         outcome=Outcome.passing(report.complete),
     )

@@ -917,11 +917,14 @@ def _gap_changes(old: ModelResult, new: ModelResult, names: Mapping[str, str]) -
         each = (structs.replace(gap, name=renamed.get(gap.name, gap.name)) for gap in _gaps(result))
         gaps.append({gap.identity: gap for gap in each})
     ran = {names.get(each.name, each.name) for each in new.engines or () if each.ran}
+    known = {each.name for each in old.engines or ()}
     for key in dict.fromkeys([*gaps[0], *gaps[1]]):
         before, after = gaps[0].get(key), gaps[1].get(key)
         shown = [NOTHING if gap is None else gap_text(gap) for gap in (before, after)]
         subject = f"not verified: {shown[0] if after is None else shown[1]}"
-        if before is None:
+        if before is None and after is not None and after.kind is Kind.NOT_RUN and after.name not in known:
+            yield Change("coverage", subject, CHANGED, shown[0], shown[1], "it is new, and was not run")
+        elif before is None:
             yield Change("coverage", subject, REGRESSION, shown[0], shown[1], "not verified any more")
         elif after is None:
             is_engine = before.kind is Kind.NOT_RUN

@@ -540,8 +540,9 @@ def _about_engines(
     yield from _about_subjects(report, options)
     for name in report.foreign:
         yield _found(Severity.WARNING, Section.ENGINE, Kind.FOREIGN_ENGINE, engine=name)
-    if not engines and required and not report.subjects:
-        asks = [name for name in ("require_fused", "require_precision") if getattr(options, name)]
+    asks = [name for name in ("require_fused", "require_precision") if getattr(options, name)]
+    asks += ["require_run"] if options.require_run and not (report.serving or report.gone) else []
+    if not engines and asks and not report.subjects:
         yield _found(Severity.FAILURE, Section.FUSION, Kind.NO_ENGINE, detail=" and ".join(asks))
     for name in report.gone:
         yield _found(Severity.WARNING, Section.ENGINE, Kind.ENGINE_GONE, engine=name)

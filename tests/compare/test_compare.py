@@ -154,6 +154,15 @@ def test_a_repeated_run_has_no_regression(report):
     assert {change.level for change in found.changes} == {"same"}
 
 
+def test_an_engine_that_is_new_and_was_not_run_is_no_regression():
+    old, new = passing(), passing()
+    known = old["engines"][0]["name"]
+    new["verdict"]["not_verified"].append({"kind": "not run", "name": "another"})
+    assert not md.compare(old, new).regressions
+    new["verdict"]["not_verified"][-1]["name"] = known
+    assert [change.section for change in md.compare(old, new).regressions] == ["coverage"]
+
+
 def test_an_upgrade_alone_is_a_change_and_no_regression():
     new = passing()
     new["engines"][0]["version"] = "10.3.0"

@@ -97,8 +97,9 @@ def test_an_engine_that_is_not_fused_fails_only_where_that_is_required(bundles, 
     assert report.headline == "engine tensorrt-rtx: 0/1 fused"
 
 
-def test_what_is_required_of_engines_fails_where_there_is_none(bare):
-    report = validate_bundle(bare("tiny-mha"), ValidateOptions(require_fused=True))
+@pytest.mark.parametrize("required", ["require_fused", "require_run"])
+def test_what_is_required_of_engines_fails_where_there_is_none(bare, required):
+    report = validate_bundle(bare("tiny-mha"), ValidateOptions(**{required: True}))
     assert not report.passed
     assert [each.kind for each in report.findings if each.level == "failure"] == [Kind.NO_ENGINE]
 
