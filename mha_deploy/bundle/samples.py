@@ -118,8 +118,11 @@ def _reading(path: Path) -> Iterator[None]:
         raise DeployError("The data cannot be read.", got=got, hint=_HINT) from error
 
 
+_NAMELESS = "arr_0"  # of `numpy.savez`
+
+
 def _arrays_of(path: Path, spec: ModelSpec) -> dict[str, _Stored]:
-    """The arrays of one file, by name; a single one without a name is that of the only input."""
+    """The arrays of one file, by name; a single one that has none is that of the only input."""
     with _reading(path):
         if path.suffix == ".npz":
             found = {name: _in_memory(array) for name, array in read_npz(path).items()}
@@ -132,7 +135,8 @@ def _arrays_of(path: Path, spec: ModelSpec) -> dict[str, _Stored]:
             known = " or ".join(f"{path}:{name}" for name in functions_in(path))
             raise DeployError("Data of this kind cannot be read.", got=path, hint=known or _HINT)
     inputs = [tensor.name for tensor in spec.inputs]
-    if len(inputs) == 1 and len(found) == 1 and inputs[0] not in found:
+    is_nameless = path.suffix == ".npy" or list(found) == [_NAMELESS]
+    if len(inputs) == 1 and len(found) == 1 and is_nameless and inputs[0] not in found:
         return {inputs[0]: next(iter(found.values()))}
     return found
 

@@ -122,6 +122,12 @@ class OnnxSource(ExportSource):
         if unknown := [name for name in inputs if name not in self._inputs]:
             hint = nearest(unknown[0], self._inputs)
             raise ExportError("The file has no such input.", got=unknown[0], hint=hint)
+        for name, array in inputs.items():
+            if array.dtype.kind in "fcV" and (wanted := self._inputs[name].dtype) and wanted.is_integer():
+                what = f"Input {name} of the file takes whole numbers."
+                raise ExportError(
+                    what, got=array.dtype, hint=f"{short_dtype(wanted)}, as numpy.save wrote it"
+                )
         self.dims, self.axes = _named_axes(self._inputs, axes)
         self._given = frozenset(axes)  # the axes that the user chose
         self.steps = 6 + self.auto + len(options.golden or MODULE_CASES)

@@ -166,6 +166,7 @@ def test_a_given_input_is_used(file, tmp_path):
         ({"axes": {"length": "1:2:3"}}, "no such axis"),
         ({"inputs": {"ids": np.zeros((1, 1))}}, "no such input"),
         ({"inputs": {"input_ids": "nowhere.npy"}}, "cannot be read"),
+        ({"inputs": {"input_ids": np.full((1, 3), 3.7)}}, "whole numbers"),
         ({"golden": ["largest"]}, "No such golden case"),
     ],
 )

@@ -362,6 +362,20 @@ def test_what_is_no_sample_is_refused_by_name(case, tmp_path, spec, bundles):
     assert caught.value.hint
 
 
+def test_one_array_is_the_only_input_where_it_has_no_other_name(tmp_path, bundles):
+    spec, x = (
+        bundles("tiny-mha").manifest.spec,
+        X[:, :, :, : bundles("tiny-mha").manifest.spec.inputs[0].dims[-1]],
+    )
+    np.savez(tmp_path / "nameless.npz", x)
+    np.save(tmp_path / "any.npy", x)
+    for name in ("nameless.npz", "any.npy"):
+        assert len(list(read_samples(tmp_path / name, spec))) == len(x)
+    np.savez(tmp_path / "labels.npz", labels=x)
+    with pytest.raises(DeployError, match="no input x"):
+        list(read_samples(tmp_path / "labels.npz", spec))
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"PK\x03\x04 not a zip", b"\x93NUMPY\x01\x00\x46\x00{'descr': '|O'", b"\xff" * 64]
 )
