@@ -289,7 +289,14 @@ def turned_heads(g, x):
     return g.op("Reshape", g.op("Tile", thin, g.ints(1, 1, 2, 1, 1)), g.ints(B, H, S, D))
 
 
+def joined_with_the_batch(g, x):
+    wide = g.op("Tile", g.op("Unsqueeze", x, g.ints(2)), g.ints(1, 1, 2, 1, 1))
+    flat = g.op("Transpose", g.op("Reshape", wide, g.ints(-1, S, D)), perm=[0, 2, 1])
+    return turned(g, g.op("Reshape", flat, g.ints(B, H, D, S)))
+
+
 REPEATS = {
+    "joined with the batch": (2, joined_with_the_batch, 2),
     "stacked": (2, lambda g, x: stacked(g, x, x), 2),
     "chosen": (2, lambda g, x: g.op("Gather", x, g.ints(0, 0, 1, 1), axis=1), 2),
     "chosen from the end": (2, lambda g, x: g.op("Gather", x, g.ints(0, 0, 1, 1), axis=-3), 2),

@@ -341,31 +341,33 @@ def _before_factor(operand: Operand) -> Operand | None:
 
 def _before_interleave(operand: Operand, head: str) -> Operand | None:
     """The heads before `x[:, :, None].expand(…).reshape(…)`, which repeats each of them in place."""
-    copied = input_at(made_by(operand.value, "Reshape"), 0)
-    thin, result, wide = _before_copies(copied), sizes_of(operand.value), sizes_of(copied)
-    if thin is None or result is None or wide is None or head not in operand.axes:
+    copied, axes = input_at(made_by(operand.value, "Reshape"), 0), operand.axes
+    result, swap = sizes_of(operand.value), made_by(copied, "Transpose")
+    if result is None or len(result) != len(axes):
         return None
-    at = operand.axes.index(head)
-    if len(wide) != len(result) + 1 or len(result) != len(operand.axes):
+    if swap is not None and perm(swap) == (0, 2, 1):  # one Reshape joins the heads, and them with the batch
+        flat = sizes_of(swap.inputs[0]) or []
+        copied = input_at(made_by(swap.inputs[0], "Reshape"), 0)
+        if not same_dims(flat[1:], (sizes_of(copied) or ())[-2:]) or head in axes[-2:]:
+            return None
+        axes, result = (*axes[:-2], axes[-1], axes[-2]), [*result[:-2], result[-1], result[-2]]
+    thin, wide = _before_copies(copied), sizes_of(copied)
+    if thin is None or wide is None or len(wide) != len(result) + 1 or head not in axes:
         return None
+    at = axes.index(head)
     heads, group = wide[at : at + 2]
-    joined, one = (
-        [*wide[:at], product((heads, group)), *wide[at + 2 :]],
-        [*wide[: at + 1], 1, *wide[at + 2 :]],
-    )
+    joined = [*wide[:at], product((heads, group)), *wide[at + 2 :]]
+    one = [*wide[: at + 1], 1, *wide[at + 2 :]]
     if not isinstance(heads, int) or not isinstance(group, int) or not same_dims(result, joined):
         return None
     if not same_dims(sizes_of(thin) or (), one):
         return None
-    axes = (*operand.axes[: at + 1], "", *operand.axes[at + 1 :])
+    axes = (*axes[: at + 1], "", *axes[at + 1 :])
     while (node := made_by(thin, "Transpose")) is not None and node.inputs[0] is not None:
         thin, axes = node.inputs[0], before_transpose(node, axes)
-    source, place, sizes = input_at(made_by(thin, "Unsqueeze", "Reshape"), 0), axes.index(""), sizes_of(thin)
-    if (
-        source is None
-        or sizes is None
-        or not same_dims(sizes_of(source) or (), sizes[:place] + sizes[place + 1 :])
-    ):
+    source, sizes = input_at(made_by(thin, "Unsqueeze", "Reshape"), 0), sizes_of(thin) or []
+    place = axes.index("")
+    if source is None or not same_dims(sizes_of(source) or (), sizes[:place] + sizes[place + 1 :]):
         return None
     return replace(operand, value=source, axes=tuple(filter(None, axes)), group=operand.group * group)
 
