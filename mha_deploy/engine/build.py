@@ -201,11 +201,16 @@ class _EngineBuild:
 
     def _build_running(self, request: BuildRequest) -> tuple[BuiltEngine, FirstRun]:
         """Build until the engine runs, where that can be tried: one that cannot is not done."""
-        names, last, report = engines.profile_names(self.spec, self.ranges), "", self.on_progress
+        rt, names, last, report = self.rt, engines.profile_names(self.spec, self.ranges), "", self.on_progress
         # The builder's own phases nest, and each has its own count: they are details of one step.
         on_progress = None if report is None else lambda name, *count: report(f"{BUILDING}: {name}", *count)
+        on_message = None if on_progress is None else lambda progress: on_progress(*progress)
+        places: dict[str, Any] = {"title": rt.title, "step": "building the engine", "on_message": on_message}
         for count in range(1, _MOST_BUILDS + 1):
-            built = _build(self.rt, request, self.plugins, on_progress)
+            if isolation.enabled:  # in a child process: parsers and builders can crash
+                built = call_isolated(rt.backend, _build, rt, request, self.plugins, _report, **places)
+            else:
+                built = _build(rt, request, self.plugins, on_progress)
             large = built.large_tensors
             loaded: dict[str, Any] = {"host_code": self.options.version_compatible, "large_tensors": large}
             first = run_first(self.rt, built.plan, names, **loaded)
@@ -249,13 +254,8 @@ def _kernel_records(built: BuiltEngine) -> list[engines.KernelRecord]:
 def _build(
     rt: TensorRT, request: BuildRequest, plugins: Plugins, on_progress: OnProgress | None = None
 ) -> BuiltEngine:
-    """Build in a child process: parsers and builders can crash."""
-    if not isolation.enabled:
-        load_needed(rt, plugins)
-        return build_engine(rt, request, on_progress)
-    on_message = None if on_progress is None else lambda progress: on_progress(*progress)
-    places: dict[str, Any] = {"title": rt.title, "step": "building the engine", "on_message": on_message}
-    return call_isolated(rt.backend, _build, rt, request, plugins, _report, **places)
+    load_needed(rt, plugins)
+    return build_engine(rt, request, on_progress)
 
 
 def _report(*progress: Any) -> None:

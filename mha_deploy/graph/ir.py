@@ -197,7 +197,7 @@ def perm(node: ir.Node) -> tuple[int, ...]:
 # -- Change a graph --------------------------------------------------------------------------------
 
 
-class Cut(NamedTuple):
+class TensorPart(NamedTuple):
     """A part of a tensor, one behind the other along an axis."""
 
     source: ir.Value  # the tensor
@@ -206,7 +206,7 @@ class Cut(NamedTuple):
     end: int | None  # where it ends; None where the sizes are not known
 
 
-def cut_of(value: ir.Value | None) -> Cut | None:
+def cut_of(value: ir.Value | None) -> TensorPart | None:
     """The part of another tensor that a value is, by a Slice along one axis or a Split; else None."""
     node = made_by(value, "Slice", "Split")
     source, count = input_at(node, 0), len(dims(input_at(node, 0)))
@@ -218,14 +218,16 @@ def cut_of(value: ir.Value | None) -> Cut | None:
         before, own = [each for each in sizes if isinstance(each, int)], dim(value, axis)
         if len(before) < len(sizes):
             return None
-        return Cut(source, axis - count, sum(before), sum(before) + own if isinstance(own, int) else None)
+        return TensorPart(
+            source, axis - count, sum(before), sum(before) + own if isinstance(own, int) else None
+        )
     begins, ends, axes, steps = (constant_ints(node, at) for at in (1, 2, 3, 4))
     if not begins or not axes or len(axes) != 1 or (input_at(node, 4) is not None and steps != (1,)):
         return None
     size = dim(source, axes[0] % count)
     if isinstance(size, int) and ends:
-        return Cut(source, axes[0] % count - count, *slice(begins[0], ends[0]).indices(size)[:2])
-    return Cut(source, axes[0] % count - count, begins[0], None) if begins[0] >= 0 else None
+        return TensorPart(source, axes[0] % count - count, *slice(begins[0], ends[0]).indices(size)[:2])
+    return TensorPart(source, axes[0] % count - count, begins[0], None) if begins[0] >= 0 else None
 
 
 def infer_shapes(

@@ -25,6 +25,7 @@ from mha_deploy.engine.engine import foreign_engines, gone_engines, reasons_not_
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.judge import ParityReport
 from mha_deploy.model.spec import Axis, ModelSpec, Sizes, are_within
 from mha_deploy.options import ValidateOptions
@@ -374,6 +375,9 @@ class _ValidationRun:
             return layer_parity(self.bundle, opener, runtime.accumulation(self.bundle.manifest.precision))
         except RuntimeCrash as crash:
             self.broken.append(Unavailable(name=f"{runtime.name}, {what}", reason=crash.in_one_line))
+            return None
+        except LoweringError as error:  # a result in FP8, which no output of the engine's twin can be
+            self.notes.append(f"{runtime.name}: attentions are not judged by themselves: {error.in_one_line}")
             return None
 
     def _hides(self, runtime: Runtime) -> bool:

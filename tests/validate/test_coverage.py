@@ -134,7 +134,7 @@ def narrow(bundles, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("option", "code"), [(("--require-run",), 0), (("--require-coverage",), 1)])
+@pytest.mark.parametrize(("option", "code"), [((), 0), (("--require-coverage",), 1)])
 def test_required_coverage_is_part_of_the_exit_code(narrow, option, code):
     result = CliRunner().invoke(app, ["validate", str(narrow), "--no-report", "--no-probe", *option])
     assert result.exit_code == code

@@ -35,8 +35,8 @@ from mha_deploy.graph.fuse.values import (
     sizes_of,
 )
 from mha_deploy.graph.ir import (
-    Cut,
     NodeBuilder,
+    TensorPart,
     constant,
     constant_ints,
     cut_of,
@@ -1594,7 +1594,7 @@ def _halves(parts: Sequence[ir.Value | None], count: int) -> Sequence[int] | Non
     return None
 
 
-def _part(value: ir.Value, cut: Cut, builder: NodeBuilder, depth: int = 0) -> ir.Value | None:
+def _part(value: ir.Value, cut: TensorPart, builder: NodeBuilder, depth: int = 0) -> ir.Value | None:
     """A part of what is computed from tensors one after the other, by the one that it is."""
     sizes, node = sizes_of(value), made_by(value, "Concat", *_EACH)
     if sizes is None or node is None or cut.end is None or depth > _MAX_DEPTH:
