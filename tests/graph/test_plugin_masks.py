@@ -153,6 +153,18 @@ PREFIXES: dict[str, list[onnx.NodeProto]] = {
     "not at least": [*COUNT, COLUMN, node("GreaterOrEqual", "t column", "n"), node("Not", "n", "mask")],
     "not at most": [*COUNT, COLUMN, node("LessOrEqual", "column t", "n"), node("Not", "n", "mask")],
     "expanded": [*COUNT, COLUMN, node("Less", "t column", "m"), *SPREAD],
+    "expanded over all": [
+        *COUNT[:2],
+        node("Cast", "T", "T32", to=INT32),
+        node("Range", "0_32 T32 1_32", "t32"),
+        node("Cast", "t32", "t", to=INT64),
+        COLUMN,
+        node("Less", "t column", "m"),
+        node("Shape", "q", "batch", start=0, end=1),
+        node("Shape", "q", "queries", start=1, end=2),
+        node("Concat", "batch one queries shape", "size", axis=0),
+        node("Expand", "m size", "mask"),
+    ],
     "two axes": [
         *COUNT,
         node("Unsqueeze", "lengths 1_", "column"),
@@ -194,6 +206,8 @@ def masked(nodes: list[onnx.NodeProto], dtype: int = INT64, **features: Any) -> 
     constants = {
         "0": np.array(0),
         "1": np.array(1),
+        "0_32": np.array(0, np.int32),
+        "1_32": np.array(1, np.int32),
         "0_": np.array([0]),
         "1_": np.array([1]),
         "12": np.array([1, 2]),
@@ -237,6 +251,14 @@ def test_a_prefix_mask_becomes_lengths(name: str, causal: int) -> None:
     assert not {"Less", "Greater", "Range", "Where", "Expand"} & set(operators(lowered))
     for lengths in ([1, 4, 7], [0, 9, -2]):
         assert_as_matmuls(model, lowered, lengths)
+
+
+def test_a_range_has_the_length_that_it_counts_to() -> None:
+    """ONNX infers another name, with which the mask would be numbers for every query."""
+    model = masked(PREFIXES["expanded over all"])
+    lowered = lower(model, "plugin")
+    assert attributes_of(lowered, "has_bias", "has_key_lengths") == {"has_bias": 0, "has_key_lengths": 1}
+    assert_as_matmuls(model, lowered, [1, 4, 7])
 
 
 @pytest.mark.sweep(3)

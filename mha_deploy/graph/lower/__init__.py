@@ -24,7 +24,9 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph.attention_node import QK_OUTPUT, attention_nodes, is_attention, read_quantized
 from mha_deploy.graph.ir import (
+    Dim,
     NodeBuilder,
+    constant_number,
     dim,
     dims,
     infer_shapes,
@@ -37,6 +39,7 @@ from mha_deploy.graph.ir import (
     replace_value,
 )
 from mha_deploy.graph.lower import to_contrib, to_plugin, to_primitives, to_trt
+from mha_deploy.graph.lower.cache import number_of
 from mha_deploy.graph.lower.call import (
     AttentionCall,
     LoweringError,
@@ -126,6 +129,7 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
         if chosen.rule is None:
             _check(lowered)
             return lowered
+        _name_counts(lowered)
         if chosen.caches is not None:
             chosen.caches(lowered, settings)
         if chosen.quantized is not None:
@@ -141,6 +145,24 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
     if changed or chosen.finish is not None:
         infer_shapes(lowered)
     return refuse_invalid(lowered, lambda: model, f"The graph in the {dialect} dialect")
+
+
+def _name_counts(lowered: ir.Model) -> None:
+    """Let what has the length of a Range from 0 to a size have that size; changes the model.
+
+    ONNX infers a new name for it, and a padding mask that is made of it would not be known to be one.
+    """
+    of_interface = {size for value in (*lowered.graph.inputs, *lowered.graph.outputs) for size in dims(value)}
+    names = dict[Dim, Dim]()
+    for node in lowered.graph.all_nodes():
+        if is_op(node, "Range") and [constant_number(node.inputs[at]) for at in (0, 2)] == [0.0, 1.0]:
+            own, size = dim(node.outputs[0], 0), number_of(node.inputs[1])
+            if isinstance(own, str) and isinstance(size, str) and own not in of_interface:
+                names[own] = size
+    for node in lowered.graph.all_nodes() if names else ():
+        for value in node.outputs:
+            if names.keys() & set(dims(value)):
+                value.shape = ir.Shape([names.get(size, size) for size in dims(value)])
 
 
 def _write_quantized(lowered: ir.Model, chosen: Dialect, settings: Any) -> None:

@@ -118,7 +118,7 @@ def _ends_behind(node: ir.Node, starts: ir.Value, S: Dim) -> bool:
     if add is None:
         return False
     pairs = (add.inputs, add.inputs[::-1])
-    return any(origin(before) is origin(starts) and same_size(S, _number(new)) for before, new in pairs)
+    return any(origin(before) is origin(starts) and same_size(S, number_of(new)) for before, new in pairs)
 
 
 def origin(value: ir.Value | None) -> ir.Value | None:
@@ -133,8 +133,8 @@ def origin(value: ir.Value | None) -> ir.Value | None:
     return value
 
 
-def _number(value: ir.Value | None) -> Dim:
-    """The single number of a value, or the name of the axis whose size it is."""
+def number_of(value: ir.Value | None) -> Dim:
+    """The single number of a value, or the name of the axis whose size it is; None where neither is known."""
     value = origin(value)
     tensor = constant(value)
     if tensor is not None:
@@ -146,7 +146,7 @@ def _number(value: ir.Value | None) -> Dim:
     if shape is None or x is None or x.shape is None:
         return None
     sizes = dims(x)[shape.attributes.get_int("start", 0) : shape.attributes.get_int("end", None)]
-    at = _number(input_at(gather, 1)) if gather is not None else 0 if len(sizes) == 1 else None
+    at = number_of(input_at(gather, 1)) if gather is not None else 0 if len(sizes) == 1 else None
     return sizes[at] if isinstance(at, int) and -len(sizes) <= at < len(sizes) else None
 
 
