@@ -354,7 +354,8 @@ def package(
 ) -> Result:
     """Write a bundle into a Triton model repository."""
     found = md.package(bundle, triton, **options)
-    batch = f"batches up to {found.max_batch}" if found.max_batch else "no batching"
+    what = "sequences at a time: up to" if found.decodes else "batches up to"
+    batch = f"{what} {found.max_batch}" if found.max_batch else "no batching"
     batch += f" ({found.unbatched})" if found.unbatched else ""
     lines = [f"{found.path}: {found.variant}, run by {', '.join(found.backends)}, {batch}"]
     lines += [f"  {file}" for file in found.files]

@@ -204,7 +204,9 @@ class ExportSource(ABC):
         kept = f"{len(plan.kept)} of {plan.nodes} nodes stay" if plan.kept else "no node has to stay"
         head = f"mixed precision: {kept} wider than fp16"
         if plan.worst_loss is not None:
-            head += f"; the loss against the float32 model is {plan.worst_loss:.2g} (limit {plan.limit:.2g})"
+            head += (
+                f"; FP16 costs {plan.worst_loss:.2g} against float32 (relative L2, limit {plan.limit:.2g})"
+            )
         more = len(lines) - _PLAN_LINES
         self.notes += [head, *lines[:_PLAN_LINES], *([f"and {more} more: see the manifest"] * (more > 0))]
         return refuse_invalid(apply_plan(model, plan), lambda: model, "The graph in mixed precision")

@@ -99,8 +99,8 @@ after {_IDLE_US // 1_000_000} s without a request.
 class Package:
     """A model in a repository; `command` starts the server.
 
-    `max_batch` is 0 without dynamic batching, and `unbatched` says why. `left_out` are the engines of the
-    bundle that are not in it, with the reason.
+    `max_batch` is 0 without dynamic batching, and `unbatched` says why; of a model that `decodes` it is the
+    number of sequences at a time. `left_out` are the engines of the bundle that are not in it, and why.
     """
 
     path: Path
@@ -111,6 +111,7 @@ class Package:
     files: tuple[str, ...] = ()
     unbatched: str = ""
     left_out: tuple[str, ...] = ()
+    decodes: bool = False
 
 
 class Packaging:
@@ -345,7 +346,7 @@ class Packaging:
         shown = self.repository / self.name
         why = "" if self.max_batch else self._why_unbatched() or ""
         about = (shown, self.options.variant, self.backends, self.max_batch, command, tuple(files))
-        return Package(*about, unbatched=why, left_out=self.left_out)
+        return Package(*about, unbatched=why, left_out=self.left_out, decodes=self.cache is not None)
 
     def _refuse_occupied(self, place: Path) -> None:
         if self.repository.exists() and not self.repository.is_dir():
