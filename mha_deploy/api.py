@@ -229,10 +229,8 @@ def export(
     """
     from mha_deploy.exporter.entry import export_model
 
-    found, settings = (
-        find_model(model, example_inputs=example_inputs, axes=axes),
-        read_options(ExportOptions, options),
-    )
+    found = find_model(model, example_inputs=example_inputs, axes=axes)
+    settings = read_options(ExportOptions, options)
     settings = replace(settings, **found.weight_options(weights, settings.prefix))
     return export_model(found, Path(out), settings, inputs or {}, on_step or silent)
 

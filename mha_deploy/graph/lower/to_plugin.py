@@ -160,8 +160,9 @@ def _before_transpose(
 def _cut_from(part: ir.Value, *, axis: int) -> HeadsPlace | None:
     """The whole that a Split or Slice takes a part of along an axis, and the offset; None for another cut."""
     cut = cut_of(part)
-    along = cut is not None and cut.axis == axis - len(dims(part))
-    return HeadsPlace(cut.source, cut.begin) if along and cut is not None else None
+    if cut is None or cut.axis != axis - len(dims(part)):
+        return None
+    return HeadsPlace(cut.source, cut.begin)
 
 
 def _is_aligned(place: HeadsPlace) -> bool:
