@@ -229,3 +229,57 @@ def test_windows_behind_a_pad_of_the_run():
     scores = g.op("Where", mask, scores, g.const(-1e9))
     y = g.op("Einsum", g.op("Softmax", scores), x, equation="bwij,bwjd->bwid")
     check(g, y, *({"x": sized(2, length, D)} for length in (8, 6, 3)))
+
+
+def with_an_even_kernel(g, weight):
+    wide = g.op("Conv", "x", weight, pads=[2, 2])
+    return g.op("Slice", wide, g.ints(0), g.ints(-1), g.ints(2)), "x"
+
+
+def with_strides(g, weight):
+    pooled = g.op("MaxPool", "x", kernel_shape=[2], strides=[2], pads=[0, 1])
+    return g.op("Conv", "x", weight, strides=[2], pads=[1, 2]), pooled
+
+
+def with_pads_of_its_own(g, weight):
+    pooled = g.op("AveragePool", "x", kernel_shape=[2], strides=[2], auto_pad="SAME_LOWER")
+    return g.op("Conv", "x", weight, strides=[2], auto_pad="SAME_UPPER"), pooled
+
+
+def transposed(g, weight):
+    larger = g.op("Resize", "x", "", g.const([1, 1, 2]), mode="nearest")
+    return g.op("ConvTranspose", "x", weight, strides=[2], pads=[1, 1]), larger
+
+
+@pytest.mark.parametrize("made", [with_an_even_kernel, with_strides, with_pads_of_its_own, transposed])
+def test_keys_behind_a_convolution(made):
+    """Keys and values are as many, by two operators that sample in their own ways."""
+    g = axes_of({"q": ("N", "S", H, D), "x": ("N", H * D, "L")})
+    k, v = (
+        g.op("Reshape", g.op("Transpose", each, perm=[0, 2, 1]), g.ints(0, -1, H, D))
+        for each in made(g, g.const(sized(H * D, H * D, 4)))
+    )
+    check(g, attend(g, "q", k, v), {}, {"x": sized(5, H * D, 8)})
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_keys_at_distances(twice):
+    """Positions are counted down, from the last one to the first, or as far below 0."""
+    g = axes_of({name: ("N", "S", H, D) for name in "qv"})
+    length, one = g.op("Gather", g.op("Shape", "q"), g.const(1, np.int64)), g.const(1, np.int64)
+    ends = (length, g.op("Neg", length)) if twice else (g.op("Sub", length, one), g.const(-1, np.int64))
+    distances = g.op("Unsqueeze", g.op("Range", *ends, g.const(-1, np.int64)), g.ints(1, 2))
+    k = g.op("Sin", g.op("Mul", g.cast(distances, TensorProto.FLOAT), g.const(sized(H, D))))
+    v = g.op("Concat", "v", "v", axis=1) if twice else "v"
+    scores = g.op("Einsum", "q", g.op("Unsqueeze", k, g.ints(0)), equation="bqhd,bkhd->bhqk")
+    check(g, g.op("Einsum", g.op("Softmax", scores), v, equation="bhqk,bkhd->bqhd"), {})
+
+
+def test_a_bias_nearer_than_the_scores():
+    """One of two numbers of every query: of several matmuls that are added, any may be that of Q and K."""
+    g = axes_of({name: ("N", "S", H, D) for name in "qkv"})
+    table = g.op("Einsum", "q", g.const(sized(2, H, D)), equation="bqhd,shd->bqhs")
+    bias = g.op("Einsum", g.input("other", ("N", "S", "S", 2)), table, equation="bqks,bqhs->bhqk")
+    scores = g.op("Mul", g.op("Einsum", "q", "k", equation="bqhd,bkhd->bhqk"), g.const(0.5))
+    weights = g.op("Softmax", g.op("Add", scores, bias))
+    check(g, g.op("Einsum", weights, "v", equation="bhqk,bkhd->bqhd"), {})

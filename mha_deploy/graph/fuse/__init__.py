@@ -26,6 +26,7 @@ from mha_deploy.graph.fuse.pattern import (
     Normalisation,
     Pattern,
     comes_to_matmul,
+    read_attention,
     softmax_at,
     unknown_step,
 )
@@ -246,7 +247,7 @@ class _Fusion:
         if self._obstacle is not None:
             raise self._obstacle
         with _failures_as_refusals():
-            pattern = Pattern(softmax)
+            pattern = read_attention(softmax)
             border = _boundary(pattern, self._spelling)
         builder = NodeBuilder(self._free_prefix(values.module_of(softmax.node)))
         old = [pattern.last.node.outputs[0], *([pattern.weights.value] if pattern.weights else [])]
@@ -451,7 +452,7 @@ def _explain(node: ir.Node) -> NotFused:
         return NotFused(f"{node.domain}'s {node.op_type} is not ONNX's Softmax.")
     try:
         with _failures_as_refusals():
-            Pattern(softmax)
+            read_attention(softmax)
     except NoScores:
         near = itertools.islice(nodes_behind([softmax.source]), MAX_NEAR)
         matmul = next((each for each in near if "MatMul" in each.op_type), None)

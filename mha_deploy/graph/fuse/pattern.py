@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -474,6 +474,7 @@ def _reduced_axis(node: ir.Node, *, keepdims: bool = True) -> int | None:
 # -- What stands between the matmul of Q and K and the softmax -------------------------------------
 
 _MAX_STEPS = 32
+_MAX_BIASES = 4  # matmuls that are tried as that of Q and K
 _MAX_BETWEEN = 200  # nodes that are searched for other ways from the scores to the softmax
 MAX_NEAR = 64  # nodes that are searched for what a message names
 
@@ -517,6 +518,10 @@ class Scores:
     elsewhere: bool = False  # whether the file uses them, or what they are before a mask, for something else
     clipped: ir.DataType | None = None  # the type whose lowest number bounds the masked scores, if one does
     bound: float = math.inf  # of scores that none is expected to reach
+    biases: set[ir.Node] = field(default_factory=set)  # matmuls that are added to those of Q and K
+    chosen: list[ir.Node] = field(
+        default_factory=list
+    )  # matmuls that were taken for it, where others are added
 
     @property
     def ignore_shifts(self) -> bool:
@@ -548,16 +553,14 @@ class Scores:
         )
 
 
-def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Matmul]:
+def read_scores(softmax: Normalisation, scores: Scores) -> Matmul:
     """Walk back from a softmax to the matmul of its scores."""
-    axes = tuple(alphabet.new(size) for size in sizes_of(softmax.source) or ())
-    key = axes[softmax.axis] if -len(axes) <= softmax.axis < len(axes) else ""
-    scores = Scores(alphabet=alphabet, axes=axes, key=key)
+    alphabet, key = scores.alphabet, scores.key
     value: ir.Value | None = softmax.source
     maximum = set[ir.Node]()  # what else uses the scores, for the maximum that is subtracted from them
     for _ in range(_MAX_STEPS):
         node = value.producer() if value is not None else None
-        if value is None or node is None or not _matmul_behind(value):
+        if value is None or node is None or not _matmul_behind(value, scores.biases):
             what = "Its input is not a matmul of two computed tensors, so it is not dot-product attention."
             raise NoScores(what)
         users = [user for user, _ in value.uses() if not is_op(user, "Shape") and user not in maximum]
@@ -571,7 +574,7 @@ def read_scores(softmax: Normalisation, alphabet: Alphabet) -> tuple[Scores, Mat
             raise NotFused("The file does not state the shape of the scores.")
         if is_matmul(node):
             scores.terms = settled(scores.terms, value.dtype)
-            return scores, read_matmul(node, alphabet, 2, scores.axes)
+            return read_matmul(node, alphabet, 2, scores.axes)
         if node.domain != "" or node.op_type not in _STEPS:
             raise NotFused(f"{node.op_type} stands between the scores and the softmax.")
         found = _subtracted_maximum(node, scores)
@@ -668,7 +671,7 @@ def _scale(node: ir.Node, scores: Scores) -> ir.Value | None:
     if is_op(node, "Neg"):
         scores.factor = -scores.factor
         return node.inputs[0]
-    inner, other = _split(node)
+    inner, other = _split(node, scores)
     factor, divides = scalar_of(other), node.op_type == "Div"
     if divides and inner is not node.inputs[0]:
         raise NotFused("Something is divided by the scores.", got=other.name)
@@ -706,7 +709,7 @@ def _check_spread(node: ir.Node, inner: ir.Value | None, other: ir.Value, scores
 
 
 def _add(node: ir.Node, scores: Scores) -> ir.Value | None:
-    inner, other = _split(node)
+    inner, other = _split(node, scores)
     factor = scores.factor
     if node.op_type == "Sub" and inner is node.inputs[0]:
         factor = -factor
@@ -726,7 +729,7 @@ def _add(node: ir.Node, scores: Scores) -> ir.Value | None:
 
 def _where(node: ir.Node, scores: Scores) -> ir.Value | None:
     condition, first, second = filter(None, node.inputs)
-    shown = _matmul_behind(first) is not None
+    shown = _matmul_behind(first, scores.biases) is not None
     inner, other = (first, second) if shown else (second, first)
     fill = scalar_of(other)
     if fill is None:
@@ -766,7 +769,7 @@ def _clip(node: ir.Node, scores: Scores) -> ir.Value | None:
         for at, each in enumerate(node.inputs[1:]):
             bounds[at] = bounds[at] if each is None else scalar_of(each) or 0.0
     elif len(node.inputs) == 2:
-        inner, other = _split(node)
+        inner, other = _split(node, scores)
         bounds[is_op(node, "Min")] = scalar_of(other) or 0.0
     what = f"{node.op_type} stands between the scores and the softmax."
     dtype, (low, high) = None if inner is None else inner.dtype, bounds
@@ -785,7 +788,7 @@ def _clip(node: ir.Node, scores: Scores) -> ir.Value | None:
 
 def _concat(node: ir.Node, scores: Scores) -> ir.Value | None:
     given = list(filter(None, node.inputs))
-    inner = [value for value in given if _matmul_behind(value)]
+    inner = [value for value in given if _matmul_behind(value, scores.biases)]
     others = [value for value in given if value not in inner]
     axis = node.attributes.get_int("axis", -1)
     if len(inner) != 1 or len(others) != 1 or scores.sink:
@@ -830,25 +833,31 @@ _STEPS |= dict.fromkeys(("Reshape", "Squeeze", "Unsqueeze", "Flatten"), _reshape
 _PASSED = frozenset({*_STEPS, "Slice"})
 
 
-def _split(node: ir.Node) -> tuple[ir.Value, ir.Value]:
+def _split(node: ir.Node, scores: Scores) -> tuple[ir.Value, ir.Value]:
     """The input that carries the scores, and the other."""
     first, second = filter(None, node.inputs)
-    one, other = _matmul_behind(first), _matmul_behind(second)
+    one, other = (_matmul_behind(each, scores.biases) for each in (first, second))
     if one and other and not is_op(node, "Add", "Sub"):
         raise NotFused(f"The scores are made of two matmuls ({node.op_type}).")
     # Of two that are added, the nearer is that of Q and K, and the other a bias, as in relative attention.
-    return (first, second) if one and (not other or one <= other or is_op(node, "Sub")) else (second, first)
+    left = bool(one) and (not other or one[:2] <= other[:2] or is_op(node, "Sub"))  # type: ignore[index]
+    if one and other:
+        scores.chosen.append(one[2] if left else other[2])
+    return (first, second) if left else (second, first)
 
 
-def _matmul_behind(value: ir.Value | None) -> tuple[bool, int] | None:
-    """Whether a matmul of two computed tensors stands behind a value, with only small steps between.
+def _matmul_behind(
+    value: ir.Value | None, biases: Collection[ir.Node] = ()
+) -> tuple[bool, int, ir.Node] | None:
+    """Whether a matmul of two computed tensors, none of the biases, is behind a value, by small steps.
 
-    If so, whether its operands differ in rank, as with a table of positions, and how many nodes were passed.
+    If so, whether its operands differ in rank, as with a table of positions, how many nodes were passed, and
+    the matmul.
     """
     behind = nodes_behind([value], lambda node: node.inputs if is_op(node, *_PASSED) else ())
     for passed, node in enumerate(itertools.islice(behind, 200)):
-        if is_matmul(node):
-            return rank(node.inputs[0]) != rank(node.inputs[1]), passed
+        if is_matmul(node) and node not in biases:
+            return rank(node.inputs[0]) != rank(node.inputs[1]), passed, node
     return None
 
 
@@ -1053,12 +1062,33 @@ class Letters:
         return (self.batch, *([self.head] if self.head else []), rows, columns)
 
 
-class Pattern:
-    """The attention around a softmax, read; a NotFused where it is not recognized."""
+def read_attention(softmax: Normalisation) -> Pattern:
+    """The attention around a softmax; a NotFused where it is not recognized.
 
-    def __init__(self, softmax: Normalisation) -> None:
+    Of several matmuls that are added, those of biases may be as near as that of Q and K.
+    """
+    biases, refusal = set[ir.Node](), None
+    for _ in range(_MAX_BIASES):
+        chosen = list[ir.Node]()
+        try:
+            return Pattern(softmax, biases, chosen)
+        except NotFused as error:
+            refusal = refusal or error
+            if not chosen:
+                break
+            biases.add(chosen[-1])
+    raise refusal or NotFused("It was not recognized.")
+
+
+class Pattern:
+    """The attention around a softmax, read."""
+
+    def __init__(self, softmax: Normalisation, biases: set[ir.Node], chosen: list[ir.Node]) -> None:
         self.softmax, alphabet = softmax.node, Alphabet()
-        scores, first = read_scores(softmax, alphabet)
+        axes = tuple(alphabet.new(size) for size in sizes_of(softmax.source) or ())
+        key = axes[softmax.axis] if -len(axes) <= softmax.axis < len(axes) else ""
+        scores = Scores(alphabet=alphabet, axes=axes, key=key, biases=biases, chosen=chosen)
+        first = read_scores(softmax, scores)
         axes = tuple(string.ascii_letters[: (rank(softmax.source) or 0)])  # the first letters, in order
         second, at, guarded, used, behind = _read_weights(softmax, axes, alphabet, scores.sink)
         if scores.sink is not None:

@@ -912,9 +912,7 @@ class _Walk:
         if is_op(node, "ConstantOfShape"):
             return given[:1]
         if is_op(node, "Range"):
-            start, limit, step = (each[0] if each else None for each in given)
-            count = _difference(limit, start) if step == 1 else None
-            return [[max(count, 0) if isinstance(count, int) else count]]
+            return [[self._counted(node)]]
         if first is None:
             return []
         if is_op(node, "Reshape"):
@@ -944,10 +942,38 @@ class _Walk:
             axis, shapes = node.attributes.get_int("axis", 0), [sizes_of(each) for each in node.inputs]
             sizes = self._rejoined([shape[axis] if shape else None for shape in shapes])
             found[0][axis] = functools.reduce(_sum, sizes)
-        if is_op(node, "Conv") and found[0] is not None and is_pointwise(node):
-            found[0][2:] = first[2:]
+        if is_op(node, *_SAMPLING) and found and found[0] is not None:
+            after = _sampled(node, first, given[3] if len(given) > 3 else None)
+            found[0] = [new if known is None else known for known, new in zip(found[0], after, strict=True)]
         if is_op(node, "Attention") and len(node.outputs) > 1:
             found[1:3] = [self._present(node, at) for at in (1, 2)]
+        return found
+
+    def _counted(self, node: ir.Node) -> Size:
+        """How many numbers a Range gives; where it counts by one, its ends may be differences of sizes."""
+        start, limit, step = (self._signed(each) for each in node.inputs)
+        if start is None or limit is None or step not in ({"": 1}, {"": -1}):
+            return None
+        total = Counter(limit if step[""] == 1 else start)
+        total.subtract(start if step[""] == 1 else limit)
+        if set(filter(None, total)) and min(total.values()) < 0:
+            return None
+        count = _added(total)
+        return max(count, 0) if isinstance(count, int) else count
+
+    def _signed(self, value: ir.Value | None, depth: int = 0) -> Counter[str] | None:
+        """A number as a sum of sizes, each of which may be subtracted: see `_parts_of`."""
+        content, node = self.content(value), None if value is None else value.producer()
+        if content and len(content) == 1 and content[0] is not None:
+            return _parts_of(content[0])
+        if not is_op(node, "Add", "Sub", "Neg", *_SAME_CONTENT) or node is None or depth == _MAX_KEY:
+            return None
+        found, signs = Counter[str](), {"Neg": (-1,), "Sub": (1, -1), "Add": (1, 1)}
+        for sign, each in zip(signs.get(node.op_type, (1,)), node.inputs, strict=False):
+            parts = self._signed(each, depth + 1)
+            if parts is None:
+                return None
+            found.update({name: sign * count for name, count in parts.items()})
         return found
 
     def _slice(
@@ -1065,6 +1091,39 @@ def _is_array(attribute: ir.Attr) -> bool:
     return attribute.type in (ir.AttributeType.TENSOR, ir.AttributeType.SPARSE_TENSOR)
 
 
+_SAMPLING = ("Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "Resize")
+
+
+def _sampled(node: ir.Node, sizes: list[Size], wanted: list[Size] | None) -> list[Size]:
+    """The sizes behind a convolution, a pooling, or a Resize to `wanted` ones."""
+    count, read = len(sizes) - 2, node.attributes.get_ints
+    if is_op(node, "Resize"):
+        scales = array_of(input_at(node, 2))
+        factors = [] if scales is None else [float(each) for each in scales]
+        times = [int(each) if each.is_integer() else None for each in factors]
+        found = wanted or [product(pair) for pair in zip(sizes, times, strict=False)]
+        plain = not {"axes", "keep_aspect_ratio_policy"} & node.attributes.keys()
+        return found if len(found) == len(sizes) and plain else [None] * len(sizes)
+    kernel = list(read("kernel_shape") or (sizes_of(input_at(node, 1)) or ())[2:])
+    steps, spread = (list(read(name) or [1] * count) for name in ("strides", "dilations"))
+    pads, more = list(read("pads") or [0] * 2 * count), list(read("output_padding") or [0] * count)
+    auto = node.attributes.get_string("auto_pad", "NOTSET") or "NOTSET"
+    result: list[Size] = [None] * len(sizes)
+    stated, ceiled = read("output_shape"), node.attributes.get_int("ceil_mode", 0)
+    if len(kernel) != count or stated or ceiled or not all(isinstance(each, int) for each in kernel):
+        return result
+    for at, (size, step) in enumerate(zip(sizes[2:], steps, strict=True)):
+        reach = spread[at] * (int(kernel[at] or 0) - 1) + 1
+        reach -= pads[at] + pads[at + count] if auto == "NOTSET" else 0
+        text = f"({size} + {-reach})//{step} + 1"
+        if is_op(node, "ConvTranspose"):
+            text = f"({size})*{step}" if "SAME" in auto else f"({size} + -1)*{step} + {reach + more[at]}"
+        elif "SAME" in auto:
+            text = f"({size} + {step - 1})//{step}"
+        result[at + 2] = None if size is None else _plain(text)
+    return result
+
+
 def is_pointwise(conv: ir.Node) -> bool:
     """Whether a convolution computes each point from that point alone."""
     names = ("strides", "dilations", "pads")
@@ -1131,11 +1190,14 @@ def _difference(one: Size, other: Size) -> Size:
     parts, less = _parts_of(one), _parts_of(other)
     if not less <= parts:
         return None
-    rest = parts - less
-    number = rest.pop("", 0)
-    texts = [name if count == 1 else f"{count}*{name}" for name, count in sorted(rest.items())]
-    text = " + ".join([*texts, *([str(number)] if number or not texts else [])])
-    return int(text) if text.isdecimal() else _plain(text)
+    return _added(parts - less)
+
+
+def _added(parts: Mapping[str, int]) -> Size:
+    """The sum of some parts; see `_parts_of`."""
+    texts = [str(_text(count, [name])) for name, count in sorted(parts.items()) if name and count]
+    number = parts.get("", 0)
+    return _plain(" + ".join([*texts, *([str(number)] if number else [])])) if texts else number
 
 
 def _parts_of(size: int | str) -> Counter[str]:
