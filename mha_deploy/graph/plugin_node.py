@@ -132,6 +132,11 @@ def _rules(own: Mapping[str, Any], sizes: NodeSizes | None, aligned: int) -> Ite
     if own["has_cache"]:
         yield bool(own["has_key_lengths"]), "a preallocated cache together with key lengths"
         yield own["causal"] == TOP_LEFT, "a preallocated cache with a diagonal from the first key on"
+    if own["has_key_mask"]:
+        excluded = ("has_bias", "has_key_lengths", "has_gates", "has_cache", "fp8")
+        yield any(own[name] for name in excluded), "a key mask with another mask, gates, a cache or FP8"
+        plain = own["causal"] != BOTTOM_RIGHT and windows == (NO_WINDOW, NO_WINDOW)
+        yield not plain, "a key mask with a window, or a diagonal that ends at the last key"
     yield not (0 <= own["rotary"] <= 2 and FROM_ZERO <= own["rotary_positions"] <= GIVEN), "another rotation"
     if own["rotary"]:
         rotated, step = own["rotary_size"], aligned * (2 if own["rotary"] == 1 else 1)

@@ -8,7 +8,8 @@ extern "C" __global__ void mha_deploy_empty_rows(mha_deploy::EmptyRows call) {
     keys = keys < 0 ? 0 : keys > call.keys ? call.keys : keys;
     long long const shift = call.bottom_right != 0 ? static_cast<long long>(keys) - call.queries : 0;
     // Queries from `first` to `last` see at least one key.
-    long long const first = -(shift + call.right);
+    int const first_key = call.first_keys != nullptr ? call.first_keys[batch] : 0;
+    long long const first = first_key - (shift + call.right);
     long long const last = keys == 0 ? -1 : keys - 2 - shift + call.left;
     for (int row = blockIdx.x; row < call.queries; row += gridDim.x) {
         if (row >= first && row <= last) {

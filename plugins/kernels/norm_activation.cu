@@ -123,8 +123,11 @@ __device__ void activate(ActivationCall const& call) {
     }
     float x[8];
     float gate[8] = {1.0F, 1.0F, 1.0F, 1.0F, 1.0F, 1.0F, 1.0F, 1.0F};
-    load<T>(call.x + piece, x);
-    if (call.gate != nullptr) {
+    long long const before = call.row_pieces == 0 ? 0 : piece / call.row_pieces * call.row_pieces;
+    load<T>(call.x + before + piece, x);
+    if (call.row_pieces != 0) {
+        load<T>(call.x + before + piece + call.row_pieces, gate);
+    } else if (call.gate != nullptr) {
         load<T>(call.gate + piece, gate);
     }
     for (int i = 0; i < 8; ++i) {

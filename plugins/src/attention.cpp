@@ -14,7 +14,7 @@ namespace mha_deploy {
 namespace {
 
 constexpr uint32_t kMagic = 0x4141484dU;  // "MHAA"
-constexpr uint32_t kVersion = 4;
+constexpr uint32_t kVersion = 5;
 
 // 16 bytes: what one load of the attention kernels takes.
 constexpr int32_t kElementsOfLoad = 8;
@@ -94,6 +94,21 @@ Status check_extras(AttentionParameters const& parameters) {
     if (parameters.causal == Causal::kTopLeft) {
         return refused("causal must be 0 or 2 with a cache", "1",
             "new rows stand at the end of the keys, so the diagonal ends in the lower right corner");
+    }
+    return Status();
+}
+
+Status check_key_mask(AttentionParameters const& p) {
+    if (!p.has_key_mask) {
+        return Status();
+    }
+    if (p.has_bias || p.has_key_lengths || p.has_gates || p.has_cache || p.fp8) {
+        return refused("a key mask must come without bias, key_lengths, gates, cache and FP8", "one of them",
+            "put the mask into the bias");
+    }
+    if (p.causal == Causal::kBottomRight || p.left_window != kNoWindow || p.right_window != kNoWindow) {
+        return refused("a key mask must come with causal 0 or 1 and without windows", "another",
+            "put the mask into the bias");
     }
     return Status();
 }
@@ -181,7 +196,7 @@ int32_t AttentionParameters::outputs() const noexcept {
 
 Status AttentionParameters::check() const {
     for (auto const check_some :
-        {check_heads, check_masks, check_places, check_extras, check_rotary, check_fp8}) {
+        {check_heads, check_masks, check_places, check_extras, check_key_mask, check_rotary, check_fp8}) {
         RETURN_IF_FAILED(check_some(*this));
     }
     return has_gates ? check_sparse_heads(*this) : check_cudnn(*this);
@@ -421,7 +436,7 @@ View rows_view(int64_t batch, int64_t heads, int64_t rows, int64_t size) {
 Mask stated_mask(AttentionParameters const& parameters) {
     Mask mask;
     mask.bottom_right = parameters.causal == Causal::kBottomRight;
-    mask.counts_keys = parameters.has_key_lengths || parameters.has_cache;
+    mask.counts_keys = parameters.has_key_lengths || parameters.has_key_mask || parameters.has_cache;
     if (parameters.causal != Causal::kNone) {
         mask.right = 0;
     } else if (parameters.right_window != kNoWindow) {
@@ -440,7 +455,8 @@ Mask mask_of(AttentionParameters const& parameters, AttentionShapes const& shape
     mask.counts_keys = mask.counts_keys || counts_keys;
     // With a cache each new query stands at a key of its own. Batch rows without any key are cleared before.
     bool const any_count = parameters.has_key_lengths && (mask.bottom_right || mask.left.has_value());
-    mask.may_be_empty = any_count
+    bool const any_first = parameters.has_key_mask && mask.right.has_value();
+    mask.may_be_empty = any_count || any_first
                         || (!parameters.has_cache && may_leave_a_query_alone(mask, queries, keys));
     drop_what_hides_nothing(mask, queries, keys);
     bool const movable = queries == keys || (parameters.has_bias && queries < keys);
@@ -490,7 +506,8 @@ Status check_place(char const* kind, std::size_t index, void const* address, std
                           + (address == nullptr ? "null" : "one between") + "; allocate it on its own");
 }
 
-bool is_empty_input(AttentionShapes const& shapes, InputPlaces const& places, bool no_rows, int32_t index) {
+bool is_empty_input(
+    AttentionShapes const& shapes, InputPlaces const& places, bool no_rows, bool no_keys, int32_t index) {
     if (static_cast<std::size_t>(index) < shapes.operands.size()) {
         return is_empty(shapes.operands[static_cast<std::size_t>(index)]);
     }
@@ -499,6 +516,9 @@ bool is_empty_input(AttentionShapes const& shapes, InputPlaces const& places, bo
     }
     if (index == places.past_key || index == places.past_value) {
         return shapes.batch() == 0 || shapes.cache_rows == 0;
+    }
+    if (index == places.key_mask) {
+        return shapes.batch() == 0 || no_keys;
     }
     return index == places.key_lengths || index == places.starts ? shapes.batch() == 0 : no_rows;
 }
@@ -509,11 +529,12 @@ Status check_pointers(AttentionParameters const& parameters, AttentionShapes con
     AttentionPointers const& pointers) {
     InputPlaces const places(parameters);
     bool const no_rows = shapes.batch() == 0 || shapes.queries(parameters) == 0;
+    bool const no_keys = shapes.keys(parameters) == 0;
     bool const no_caches = shapes.batch() == 0 || shapes.cache_rows == 0;
     Status status = check_count(parameters, pointers);
     for (std::size_t i = 0; status.ok() && i < pointers.inputs.size(); ++i) {
         auto const index = static_cast<int32_t>(i);
-        if (!is_empty_input(shapes, places, no_rows, index)) {
+        if (!is_empty_input(shapes, places, no_rows, no_keys, index)) {
             auto const divisor = places.is_integer(index) ? kCountBytes : kLoadBytes;
             status = check_place("input", i, pointers.inputs[i], divisor);
         }

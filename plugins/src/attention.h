@@ -51,6 +51,7 @@ struct AttentionParameters {
     std::array<int32_t, 3> offsets{0, 0, 0};
     bool has_bias = false;         // added to the scores: [B or 1, Hq or 1, S, T]
     bool has_key_lengths = false;  // int32 [B]: valid keys of each batch row
+    bool has_key_mask = false;     // int32 [B, T]: not 0 for keys that are attended to
     // [B, S, Hq]: factor of each head of each token; heads with zero are not computed
     bool has_gates = false;
     // K and V are new rows of caches [B, Hkv, T, D], written at `starts`, int32 [B]
@@ -69,7 +70,8 @@ struct AttentionParameters {
 
     bool rotates() const noexcept { return rotary != RotaryPairs::kNone; }
     int32_t operands() const noexcept;  // how many inputs hold Q, K and V: 1 to 3
-    // operands, bias, key_lengths, gates, past_key, past_value, starts, cos, sin, positions: those there are
+    // operands, bias, key_lengths, key_mask, gates, past_key, past_value, starts, cos, sin, positions: those
+    // there are
     int32_t inputs() const noexcept;
     int32_t outputs() const noexcept;   // y; with a cache also present_key and present_value
 
@@ -92,6 +94,7 @@ struct AttentionParameters {
         visit("offsets", p.offsets);
         visit("has_bias", p.has_bias);
         visit("has_key_lengths", p.has_key_lengths);
+        visit("has_key_mask", p.has_key_mask);
         visit("has_gates", p.has_gates);
         visit("has_cache", p.has_cache);
         visit("rotary", p.rotary);
@@ -141,13 +144,14 @@ struct AttentionPointers {
 
 // Where the inputs behind the operands stand; -1 for those that there are not.
 struct InputPlaces {
-    int32_t bias, key_lengths, gates, past_key, past_value, starts, cos, sin, positions;
+    int32_t bias, key_lengths, key_mask, gates, past_key, past_value, starts, cos, sin, positions;
 
     explicit InputPlaces(AttentionParameters const& p) noexcept {
         int32_t next = p.operands();
         auto const place = [&next](bool there) { return there ? next++ : -1; };
         bias = place(p.has_bias);
         key_lengths = place(p.has_key_lengths);
+        key_mask = place(p.has_key_mask);
         gates = place(p.has_gates);
         past_key = place(p.has_cache);
         past_value = place(p.has_cache);
@@ -160,7 +164,8 @@ struct InputPlaces {
     int32_t count;  // of all inputs
 
     bool is_integer(int32_t input) const noexcept {
-        return input >= 0 && (input == key_lengths || input == starts || input == positions);
+        return input >= 0
+               && (input == key_lengths || input == key_mask || input == starts || input == positions);
     }
 };
 
@@ -214,8 +219,13 @@ Mask stated_mask(AttentionParameters const& parameters);
 //
 // The first few sizes get plans of their own. Others share plans for sizes rounded up, through copies of
 // queries, keys and values in scratch memory with counts of both: a plan takes tens of milliseconds, a copy
-// some microseconds, and a cache that grows has new sizes at every step. With a bias, gates or FP8 there is
-// a plan for every size.
+// some microseconds, and a cache that grows has new sizes at every step. With a bias, a key mask, gates or FP8
+// there is a plan for every size.
+//
+// A key mask that leaves the first keys of a batch element, as padding at the end does, is a count of keys, and
+// its diagonal skips the tiles beyond it. Other batch elements, with padding at the beginning or with gaps, are
+// given to a second plan with a bias. Which is which is known on the device only: each plan is launched, and
+// has no queries in the batch elements of the other.
 //
 // In FP8, Q, K and V are rounded to its grid as they are staged. cuDNN's kernel in FP8 then reads them where
 // there is one and it is the faster one; else the one in FP16 or BF16, with the weights as they are.

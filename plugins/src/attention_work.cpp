@@ -33,13 +33,17 @@ constexpr int64_t kTileRows = 256;  // no kernel of cuDNN reads further behind t
 constexpr int64_t kLeastKeysInFp8 = 1024;
 constexpr int32_t kLeastSizeInFp8 = 128;
 constexpr std::size_t kMostStagedBytes = std::size_t{512} << 20;
+constexpr unsigned short kHalfMinusInfinity = 0xfc00;
+constexpr unsigned short kBFloat16MinusInfinity = 0xff80;
 constexpr std::size_t kNowhere = std::numeric_limits<std::size_t>::max();
 constexpr std::array<Part, 3> kParts{Part::kQuery, Part::kKey, Part::kValue};
 
 // All that calls of some sizes need beside their inputs.
 struct Prepared {
     std::shared_ptr<CudnnAttention> plan;  // null where there is nothing to attend to, or for sparse heads
+    std::shared_ptr<CudnnAttention> masked_plan;  // with a key mask: for other keys than the first ones
     Mask mask;
+    Type type = Type::kHalf;
     bool rounded = false;  // the plan is for sizes rounded up: tensors are staged, and rows counted
     bool narrow = false;   // the plan reads and writes FP8
     int64_t batch = 0;     // of the plan
@@ -56,6 +60,12 @@ struct Prepared {
     // Where things lie in the scratch memory, behind cuDNN's part.
     std::size_t key_counts_at = kNowhere;
     std::size_t query_counts_at = kNowhere;
+    struct {
+        std::size_t key_counts = kNowhere;
+        std::size_t query_counts = kNowhere;
+        std::size_t first_keys = kNowhere;
+        std::size_t bias = kNowhere;
+    } masked_at;
     std::array<std::size_t, 3> staged_at{kNowhere, kNowhere, kNowhere};
     std::size_t output_at = kNowhere;
     std::size_t scratch_bytes = 0;
@@ -103,7 +113,8 @@ void set_key(PlanKey& key, AttentionParameters const& p, AttentionShapes const& 
     // Where the rotary tables are looked up is the same plan.
     key = {p.query_heads, p.key_heads, p.head_size, p.value_size, scale,
         static_cast<int64_t>(p.causal), p.left_window, p.right_window, p.has_bias, p.has_key_lengths,
-        p.has_gates, p.has_cache, p.fp8, static_cast<int64_t>(type), static_cast<int64_t>(context.number),
+        p.has_key_mask, p.has_gates, p.has_cache, p.fp8, static_cast<int64_t>(type),
+        static_cast<int64_t>(context.number),
         shapes.cache_rows, p.rotates(), rounded};
     key.insert(key.end(), p.sources.begin(), p.sources.end());
     key.insert(key.end(), p.offsets.begin(), p.offsets.end());
@@ -131,7 +142,8 @@ bool is_nothing(AttentionParameters const& parameters, AttentionShapes const& sh
 // their keys are counted anyway.
 std::optional<AttentionShapes> rounded_shapes(
     AttentionParameters const& parameters, AttentionShapes const& shapes) {
-    if (parameters.has_gates || parameters.has_bias || parameters.fp8 || is_nothing(parameters, shapes)) {
+    if (parameters.has_gates || parameters.has_bias || parameters.has_key_mask || parameters.fp8
+        || is_nothing(parameters, shapes)) {
         return std::nullopt;
     }
     int64_t const queries = shapes.queries(parameters);
@@ -338,6 +350,15 @@ Status count_rows(Call const& call) {
     }
     KeyCounts rows{};
     rows.lengths = call.input<int>(call.places.key_lengths);
+    if (call.parameters.has_key_mask) {
+        auto const& at = call.prepared.masked_at;
+        rows.mask = call.input<int>(call.places.key_mask);
+        rows.masked.key_counts = static_cast<int*>(call.scratch(at.key_counts));
+        rows.masked.query_counts = static_cast<int*>(call.scratch(at.query_counts));
+        rows.masked.first_keys = static_cast<int*>(call.scratch(at.first_keys));
+        rows.masked.bias = static_cast<unsigned short*>(call.scratch(at.bias));
+        rows.masked.hidden = call.prepared.type == Type::kHalf ? kHalfMinusInfinity : kBFloat16MinusInfinity;
+    }
     rows.key_counts = static_cast<int*>(call.scratch(call.prepared.key_counts_at));
     rows.query_counts = query_counts;
     rows.output = call.cleared();
@@ -354,6 +375,7 @@ Status clear_empty_rows(Call const& call) {
     EmptyRows rows{};
     rows.output = call.cleared();
     rows.key_counts = call.input<int>(call.places.key_lengths);
+    rows.first_keys = static_cast<int const*>(call.scratch(call.prepared.masked_at.first_keys));
     rows.queries = call.queries();
     rows.keys = call.keys();
     rows.pieces = call.output_pieces();
@@ -440,6 +462,12 @@ Status launch_attention(Call const& call, Handles* handles) {
     CudnnHandle const handle(*handles);
     RETURN_IF_FAILED(handle.status());
     status = prepared.plan->launch(handle.get(), addresses, call.workspace, call.stream);
+    if (status.ok() && prepared.masked_plan != nullptr) {
+        addresses.bias = call.scratch(prepared.masked_at.bias);
+        addresses.query_counts = call.scratch(prepared.masked_at.query_counts);
+        addresses.key_counts = call.scratch(prepared.masked_at.key_counts);
+        status = prepared.masked_plan->launch(handle.get(), addresses, call.workspace, call.stream);
+    }
     if (status.ok() && prepared.rounded) {
         status = copy_output(call);
     }
@@ -464,6 +492,7 @@ struct AttentionWork::State {
         std::shared_ptr<Prepared>& entry);
     Status make(AttentionShapes const& shapes, Type type, PlanKey const& key, Prepared& made);
     Status make_dense(AttentionShapes const& shapes, Type type, PlanKey const& key, Prepared& made);
+    Status make_masked(AttentionShapes const& shapes, Type type, PlanKey const& key, Prepared& made);
     Status take_scratch(Prepared& prepared, bool capturing, void*& workspace, std::size_t bytes);
     Status let_go(CUstream stream);
 
@@ -555,6 +584,7 @@ Status AttentionWork::State::make(AttentionShapes const& shapes, Type type, Plan
         return prepare_sparse_heads(parameters, shapes, type, made.sparse_heads);
     }
     made.batch = shapes.batch();
+    made.type = type;
     made.narrow = parameters.fp8;
     if (made.batch > kMostBatches) {
         return Status::failed(
@@ -596,19 +626,31 @@ Status AttentionWork::State::make_dense(AttentionShapes const& shapes, Type type
         }
         made.plan = share(key, std::move(plan));
     }
+    if (p.has_key_mask) {
+        RETURN_IF_FAILED(make_masked(shapes, type, key, made));
+    }
     made.narrow = made.plan->in_fp8();
     if (p.fp8) {
         ++(made.narrow ? counters.fp8 : counters.not_fp8);
     }
     std::size_t own = 0;
-    made.reserve(made.plan->workspace_bytes(), own);
+    made.reserve(std::max(made.plan->workspace_bytes(),
+                     made.masked_plan != nullptr ? made.masked_plan->workspace_bytes() : 0), own);
     auto const counts_bytes = static_cast<std::size_t>(made.batch) * sizeof(int32_t);
-    bool const counts = p.has_key_lengths || (made.rounded && !cache);  // by the kernel for it
+    bool const counts = p.has_key_lengths || p.has_key_mask || (made.rounded && !cache);  // by a kernel
     if (counts || cache) {
         made.reserve(counts_bytes, made.key_counts_at);
     }
     if (counts || made.rounded) {
         made.reserve(counts_bytes, made.query_counts_at);
+    }
+    if (p.has_key_mask) {
+        for (std::size_t* const at :
+            {&made.masked_at.key_counts, &made.masked_at.query_counts, &made.masked_at.first_keys}) {
+            made.reserve(counts_bytes, *at);
+        }
+        auto const scores = static_cast<std::size_t>(made.batch * shapes.queries(p) * shapes.keys(p));
+        made.reserve(scores * 2, made.masked_at.bias);
     }
     for (std::size_t i = 0; i < staged.size(); ++i) {
         if (staged[i]) {
@@ -643,6 +685,23 @@ Status AttentionWork::State::make_dense(AttentionShapes const& shapes, Type type
         status = load_kernel("mha_deploy_empty_rows", made.empty_rows);
     }
     return status;
+}
+
+// The plan for the batch elements whose masks are no counts of keys.
+Status AttentionWork::State::make_masked(AttentionShapes const& shapes, Type type, PlanKey const& key,
+    Prepared& made) {
+    PlanKey masked = key;
+    masked.push_back(1);
+    made.masked_plan = find_shared(masked);
+    if (made.masked_plan == nullptr) {
+        Dims const bias{made.batch, 1, shapes.queries(parameters), shapes.keys(parameters)};
+        CudnnProblem const problem{made.attended[0], made.attended[1], made.attended[2], made.output, made.mask,
+            bias, parameters.scale, type};
+        std::shared_ptr<CudnnAttention> plan;
+        RETURN_IF_FAILED(CudnnAttention::build(problem, plan));
+        made.masked_plan = share(masked, std::move(plan));
+    }
+    return Status();
 }
 
 Status AttentionWork::State::take_scratch(Prepared& entry, bool capturing, void*& workspace,

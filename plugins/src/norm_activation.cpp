@@ -13,7 +13,7 @@ namespace mha_deploy {
 namespace {
 
 constexpr uint32_t kMagic = 0x5241484dU;  // "MHAR"
-constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersion = 3;
 constexpr int64_t kElementsOfLoad = 8;
 constexpr int64_t kMostThreads = 1024;
 constexpr int64_t kMostPieces = 4;  // of one thread
@@ -60,6 +60,9 @@ Status NormActivationParameters::check() const {
     }
     if (!is_norm() && (has_bias || keeps_sum)) {
         return Status::failed("an activation has no bias and no second output; set both to 0");
+    }
+    if (packed && (is_norm() || operation == Operation::kCopy || has_second)) {
+        return Status::failed("a factor beside x is that of an activation; set packed or has_second to 0");
     }
     if (keeps_sum && !has_second) {
         return Status::failed("keeps_sum needs a residual; set has_second to 1");
@@ -115,6 +118,7 @@ Status run_norm_activation(NormActivationParameters const& parameters, int64_t r
             ActivationCall call{};
             call.x = piece(inputs[0]);
             call.gate = parameters.has_second ? piece(inputs[1]) : nullptr;
+            call.row_pieces = parameters.packed ? pieces : 0;
             call.y = y;
             call.fp8 = fp8;
             call.fp8_factor = 1.0F / parameters.fp8_scale;

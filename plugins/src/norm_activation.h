@@ -29,6 +29,7 @@ enum class Fp8Output : int32_t { kNone = 0, kBesides = 1, kOnly = 2, kLast = kOn
 struct NormActivationParameters {
     Operation operation = Operation::kLayerNorm;
     bool has_second = false;  // the residual of a norm, added before it; the factor of an activation
+    bool packed = false;      // x is [rows, 2 * width]: its second half is the factor of an activation
     bool has_bias = false;    // of a norm
     bool keeps_sum = false;   // x + residual is the second output
     float epsilon = 0.0F;
@@ -53,6 +54,7 @@ struct NormActivationParameters {
     static void visit_fields(Self& p, Visit const& visit) {
         visit("operation", p.operation);
         visit("has_second", p.has_second);
+        visit("packed", p.packed);
         visit("has_bias", p.has_bias);
         visit("keeps_sum", p.keeps_sum);
         visit("epsilon", p.epsilon);
@@ -64,7 +66,7 @@ struct NormActivationParameters {
 std::vector<std::byte> serialize(NormActivationParameters const& parameters);
 Status deserialize(void const* bytes, std::size_t size, NormActivationParameters& parameters);
 
-// x is [rows, width]. Whether there is a kernel for the width.
+// The result is [rows, width]. Whether there is a kernel for the width.
 Status check_width(int64_t width);
 
 // Load the kernel for these sizes into the caller's slot, so that a call only launches.

@@ -20,13 +20,14 @@ struct NormCall {
     float fp8_factor;  // one by the scale
 };
 
-// y = activation(x), times `gate` where that is not null.
+// y = activation(x), times `gate` where that is not null, or times what stands behind each row of x.
 struct ActivationCall {
     uint4 const* x;
     uint4 const* gate;
     uint4* y;    // may be null
     uint2* fp8;  // may be null
-    long long pieces;
+    long long pieces;      // of y
+    long long row_pieces;  // of a row of y, where a row of x has twice as many; else 0
     int kind;  // as Operation
     float fp8_factor;
 };

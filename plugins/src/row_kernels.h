@@ -45,9 +45,11 @@ struct RotaryAppendCall {
     int cache_rows;   // T
 };
 
-// Key and query counts, as cuDNN gets them; the output of batch elements without keys becomes zero.
+// Key and query counts, as cuDNN gets them; the output of batch elements without keys becomes zero. With a
+// mask, batch elements that attend to other keys than the first ones have no queries there, but in `masked`.
 struct KeyCounts {
-    int const* lengths;  // null: `keys` for every batch element
+    int const* lengths;  // null: `keys` for every batch element, or those of the mask
+    int const* mask;     // [B, keys]; may be null
     int* key_counts;
     int* query_counts;
     uint4* output;  // [B, S, pieces]
@@ -55,12 +57,20 @@ struct KeyCounts {
     int keys;   // the most
     int batch;  // those behind it, of a plan for a larger one, have no keys
     int pieces;
+    struct Masked {
+        int* key_counts;
+        int* query_counts;
+        int* first_keys;        // of those that are attended to; 0 where all of the first ones are
+        unsigned short* bias;   // [B, S, keys]: 0, or minus infinity for masked keys
+        unsigned short hidden;  // minus infinity in the type of the bias
+    } masked;
 };
 
 // Queries without keys: their rows of the output become zero.
 struct EmptyRows {
     uint4* output;          // [B, S, pieces]
     int const* key_counts;  // null: `keys` for every batch row
+    int const* first_keys;  // null: 0; else keys before it are masked
     int queries;
     int keys;
     int pieces;

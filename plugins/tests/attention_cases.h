@@ -13,6 +13,13 @@ namespace mha_deploy::check {
 enum class Layout { kPacked, kPackedKeyValue, kSeparate, kHeadsFirst };
 enum class Bias { kNone, kOne, kBatch, kHeads, kFull };  // which of batch and heads are not broadcast
 
+// The keys of a batch element that a key mask leaves: from `first` to before `end`, but every `gap`-th (0: all).
+struct Kept {
+    int32_t first = 0;
+    int32_t end = 0;
+    int32_t gap = 0;
+};
+
 struct Case {
     std::string name;
     Type type = Type::kHalf;
@@ -29,6 +36,7 @@ struct Case {
     int32_t right = kNoWindow;
     Bias bias = Bias::kNone;
     std::vector<int32_t> lengths{};  // of the keys
+    std::vector<Kept> kept{};        // of a key mask
     std::vector<int32_t> starts{};   // of a cache with `keys` rows
     bool in_place = true;            // present and past are the same memory
     bool fp8 = false;
@@ -42,6 +50,7 @@ struct HostCall {
     std::vector<std::vector<uint16_t>> operands;
     std::vector<uint16_t> bias;
     std::vector<int32_t> key_lengths;
+    std::vector<int32_t> key_mask;  // [B, T]
     std::vector<uint16_t> gates;  // [B, S, Hq]
     std::vector<uint16_t> past_key;
     std::vector<uint16_t> past_value;
@@ -73,11 +82,22 @@ inline uint16_t stale_bits(Type type, std::size_t at) {
     return bits_of_number(type, negative ? -3e4 : 3e4);
 }
 
+// Whether the lengths and the key mask leave a key.
+inline bool is_kept(HostCall const& call, int64_t b, int64_t key) {
+    AttentionParameters const& p = call.parameters;
+    if (p.has_key_mask) {
+        return call.key_mask[static_cast<std::size_t>(b * call.shapes.keys(p) + key)] != 0;
+    }
+    return !p.has_key_lengths || key < call.key_lengths[static_cast<std::size_t>(b)];
+}
+
 inline void poison_rows(HostCall& call, Part part) {
     View const view = view_of(call.parameters, call.shapes, part);
     for (int64_t b = 0; b < view.sizes[0]; ++b) {
-        int64_t const valid = std::max<int64_t>(0, call.key_lengths[static_cast<std::size_t>(b)]);
-        for (int64_t row = valid; row < view.sizes[2]; ++row) {
+        for (int64_t row = 0; row < view.sizes[2]; ++row) {
+            if (is_kept(call, b, row)) {
+                continue;
+            }
             for (int64_t h = 0; h < view.sizes[1]; ++h) {
                 for (int64_t d = 0; d < view.sizes[3]; ++d) {
                     std::size_t const at = place(view, b, h, row, d);
@@ -146,6 +166,7 @@ inline HostCall make_call(Case const& given, uint32_t seed) {
     p.right_window = given.right;
     p.has_bias = given.bias != Bias::kNone;
     p.has_key_lengths = !given.lengths.empty();
+    p.has_key_mask = !given.kept.empty();
     p.has_cache = !given.starts.empty();
     p.fp8 = given.fp8;
     p.query_scale = 0.01F;
@@ -155,6 +176,12 @@ inline HostCall make_call(Case const& given, uint32_t seed) {
     p.output_scale = 0.008F;
     call.type = given.type;
     call.key_lengths = given.lengths;
+    for (Kept const& kept : given.kept) {
+        for (int32_t key = 0; key < given.keys; ++key) {
+            bool const left = key >= kept.first && key < kept.end && (kept.gap == 0 || key % kept.gap != 0);
+            call.key_mask.push_back(left ? 1 : 0);
+        }
+    }
     call.starts = given.starts;
     set_layout(call, given);
     for (Dims const& dims : call.shapes.operands) {
@@ -166,7 +193,7 @@ inline HostCall make_call(Case const& given, uint32_t seed) {
         call.shapes.bias = {batches ? given.batch : 1, heads ? given.heads : 1, given.queries, given.keys};
         call.bias = random_bits(given.type, elements(call.shapes.bias), ++seed);
     }
-    if (p.has_key_lengths) {
+    if (p.has_key_lengths || p.has_key_mask) {
         poison_rows(call, Part::kKey);
         poison_rows(call, Part::kValue);
     }
@@ -237,7 +264,7 @@ inline bool sees(HostCall const& call, int64_t b, int64_t query, int64_t key) {
     AttentionParameters const& p = call.parameters;
     int64_t const keys = keys_of_row(call, b);
     int64_t const own = query + (p.causal == Causal::kBottomRight ? keys - call.shapes.queries(p) : 0);
-    return key < keys && (p.causal == Causal::kNone || key <= own)
+    return key < keys && is_kept(call, b, key) && (p.causal == Causal::kNone || key <= own)
            && (p.left_window == kNoWindow || key >= own - p.left_window)
            && (p.right_window == kNoWindow || key <= own + p.right_window);
 }

@@ -22,6 +22,9 @@ public:
         if (call.parameters.has_key_lengths) {
             add_input(call.key_lengths);
         }
+        if (call.parameters.has_key_mask) {
+            add_input(call.key_mask);
+        }
         AttentionParameters const& p = call.parameters;
         add_output(static_cast<std::size_t>(
                        call.shapes.batch() * call.shapes.queries(p) * p.query_heads * p.value_size)

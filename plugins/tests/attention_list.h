@@ -38,6 +38,9 @@ inline auto biased(Bias bias) {
 inline auto lengths(std::vector<int32_t> values) {
     return [=](Case& c) { c.lengths = values, c.batch = static_cast<int64_t>(values.size()); };
 }
+inline auto key_mask(std::vector<Kept> values) {
+    return [=](Case& c) { c.kept = values, c.batch = static_cast<int64_t>(values.size()); };
+}
 inline auto cached(std::vector<int32_t> starts, bool in_place = true) {
     return [=](Case& c) {
         c.starts = starts;
@@ -111,6 +114,14 @@ inline std::vector<Case> lengths_and_caches() {
         with("lengths, bottom right", lengths({90, 40, 50, 0, 1}), rows(50, 90), masked(bottom)),
         with("lengths, bottom right window", lengths({90, 40, 3}), rows(50, 90), masked(bottom, 10)),
         with("lengths, window", lengths({90, 40, 3}), rows(90, 90), masked(Causal::kNone, 10, 4)),
+        with("key mask", key_mask({{0, 100}, {}, {0, 37}, {30, 100}, {0, 100, 7}, {99, 100}}), rows(100, 100),
+            laid(Layout::kPacked)),
+        with("key mask, top left", key_mask({{0, 100}, {}, {0, 37}, {30, 100}, {2, 70, 7}, {99, 100}}),
+            rows(100, 100), masked(top), laid(Layout::kPacked), heads(8, 2)),
+        with("key mask, top left, bf16, heads of 128", key_mask({{5, 300}, {0, 300}}), rows(300, 300), masked(top),
+            sizes(128), bf16),
+        with("key mask, top left, S < T", key_mask({{0, 90}, {50, 90}}), rows(40, 90), masked(top)),
+        with("key mask, cross, odd keys", key_mask({{0, 20}, {7, 75}}), rows(30, 75)),
         with("decode", rows(1, 300), heads(8, 2), sizes(128), masked(bottom)),
         with("decode, bf16, long", rows(1, 2100), heads(8, 8), sizes(64), bf16),
         with("decode, window", rows(1, 300), heads(8, 2), sizes(128), masked(bottom, 63)),

@@ -102,6 +102,20 @@ inline void time_attention(Tally& tally, std::string const& only) {
         timed("decode 1x32/8 T 4096 cache", 1, 32, 8, 1, 4096, 128, causal, packed),
         timed("decode 32x32/8 T 4096 cache", 32, 32, 8, 1, 4096, 128, causal, packed),
     };
+    int32_t const whole = 1024;
+    for (std::string const name : {"bias", "key mask", "key mask, padding first"}) {
+        Case decoder = timed(
+            "1x32/4x1024x64 top left " + name, 1, 32, 4, whole, whole, 64, Causal::kTopLeft, packed);
+        Case encoder = timed("8x12x128x64 " + name, 8, 12, 12, 128, 128, 64, none, packed);
+        Case longer = timed("8x16x384x64 " + name, 8, 16, 16, 384, 384, 64, none, packed);
+        for (Case* const each : {&decoder, &encoder, &longer}) {
+            auto const keys = static_cast<int32_t>(each->keys);
+            each->bias = name == "bias" ? Bias::kBatch : Bias::kNone;
+            Kept const kept{name == "key mask" ? 0 : 1, keys};
+            each->kept.assign(name == "bias" ? 0 : static_cast<std::size_t>(each->batch), kept);
+            cases.push_back(*each);
+        }
+    }
     std::vector<Case> narrow;
     for (int64_t const rows : {1024, 2048, 4096, 8192}) {
         narrow.push_back(timed("fp8 1x32/8x" + std::to_string(rows) + "x128 causal", 1, 32, 8, rows, rows, 128,

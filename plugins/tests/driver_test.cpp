@@ -284,11 +284,12 @@ bool nearest_in_fp8(Buffer const& words, double scale, std::vector<double> const
 }
 
 void check_norm_activation(Tally& tally, int32_t operation, int64_t rows, int64_t width, bool second,
-    bool bias, DataType data_type, int32_t fp8 = 0) {
+    bool bias, DataType data_type, int32_t fp8 = 0, bool packed = false) {
     Type const type = data_type == DataType::kHALF ? Type::kHalf : Type::kBFloat16;
     bool const norm = operation < 2;
     FieldList fields = norm_fields(operation, fp8);
-    fields.set("has_second", {second ? 1 : 0});
+    fields.set("has_second", {second && !packed ? 1 : 0});
+    fields.set("packed", {packed ? 1 : 0});
     fields.set("has_bias", {bias ? 1 : 0});
     fields.set("keeps_sum", {norm && second ? 1 : 0});
     constexpr float kScale = 0.005F;  // some are beyond the range
@@ -300,6 +301,14 @@ void check_norm_activation(Tally& tally, int32_t operation, int64_t rows, int64_
         values.push_back(random_bits(type, count, 2));
         sizes.push_back({rows, width});
     }
+    std::vector<uint16_t> beside;  // x and its factor, row by row
+    for (std::size_t row = 0; packed && row < static_cast<std::size_t>(rows); ++row) {
+        for (auto const& each : values) {
+            auto const begin = each.begin() + static_cast<std::ptrdiff_t>(row * static_cast<std::size_t>(width));
+            beside.insert(beside.end(), begin, begin + static_cast<std::ptrdiff_t>(width));
+        }
+        sizes = {{rows, 2 * width}};
+    }
     for (uint32_t i = 0; norm && i < (bias ? 2U : 1U); ++i) {
         values.push_back(random_bits(type, static_cast<std::size_t>(width), 3 + i));
         sizes.push_back({width});
@@ -307,7 +316,7 @@ void check_norm_activation(Tally& tally, int32_t operation, int64_t rows, int64_
     std::vector<Buffer> memory;
     memory.reserve(values.size());
     std::vector<void const*> inputs;
-    for (auto const& each : values) {
+    for (auto const& each : packed ? std::vector<std::vector<uint16_t>>{beside} : values) {
         memory.emplace_back(each);
         inputs.push_back(memory.back().get());
     }
@@ -525,6 +534,7 @@ TEST_P(OfType, Norm) {
 TEST_P(OfType, Activation) {
     for (int32_t const operation : {2, 3, 4}) {
         check_norm_activation(tally, operation, 7, 776, operation != 2, false, type);
+        check_norm_activation(tally, operation, 7, 776, true, false, type, 0, true);
     }
 }
 
@@ -534,6 +544,7 @@ TEST_P(OfType, WrittenInFp8) {
         check_norm_activation(tally, 0, 3, 768, true, true, type, fp8);
         check_norm_activation(tally, 1, 2, 8200, false, false, type, fp8);
         check_norm_activation(tally, 4, 5, 64, true, false, type, fp8);
+        check_norm_activation(tally, 4, 5, 64, true, false, type, fp8, true);
     }
 }
 

@@ -55,6 +55,12 @@ std::vector<Call> calls() {
     narrow.set("value_size", {128});
     FieldList bottom = changed("causal", {2});
     bottom.set("has_key_lengths", {1});
+    FieldList masked = changed("has_key_mask", {1});
+    masked.set("causal", {1});
+    Sizes of_keys = grouped;
+    of_keys.push_back({2, 7});
+    FieldList packed = norm_fields(4, 2);
+    packed.set("packed", {1});
     FieldList residual = norm_fields(0, 1);
     residual.set("has_second", {1});
     residual.set("keeps_sum", {1});
@@ -64,6 +70,7 @@ std::vector<Call> calls() {
         {"Biased", attention, changed("has_bias", {1}), biased, halves(4)},
         {"Lengths", attention, changed("has_key_lengths", {1}), counted, {half, half, half, whole}},
         {"EmptyRows", attention, bottom, counted, {half, half, half, whole}},
+        {"KeyMask", attention, masked, of_keys, {half, half, half, whole}},
         {"Gates", attention, changed("has_gates", {1}), gated, halves(4)},
         {"ListedGates", attention, changed("has_gates", {1}),
             {{1, 600, 512}, {1, 7, 128}, {1, 7, 128}, {1, 600, 8}}, halves(4)},
@@ -75,6 +82,7 @@ std::vector<Call> calls() {
             {whole, whole, half, DataType::kFLOAT}},
         {"Norm", norm_activation, residual, {{2, 5, 64}, {2, 5, 64}, {64}}, halves(3)},
         {"Activation", norm_activation, norm_fields(2), {{2, 5, 64}}, halves(1)},
+        {"PackedActivation", norm_activation, packed, {{2, 5, 128}}, halves(1)},
     };
 }
 

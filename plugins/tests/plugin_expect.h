@@ -29,8 +29,8 @@ inline Creator& linear() {
 // Grouped attention, 8 query heads and 2 key heads of 64, from three inputs.
 inline FieldList attention_fields() {
     FieldList fields;
-    for (char const* const name : {"causal", "has_bias", "has_key_lengths", "has_gates", "has_cache",
-             "rotary", "rotary_size", "rotary_positions", "fp8"}) {
+    for (char const* const name : {"causal", "has_bias", "has_key_lengths", "has_key_mask", "has_gates",
+             "has_cache", "rotary", "rotary_size", "rotary_positions", "fp8"}) {
         fields.set(name, {0});
     }
     fields.set("query_heads", {8});
@@ -74,7 +74,7 @@ inline FieldList fp8_fields(int32_t has_bias) {
 inline FieldList norm_fields(int32_t operation, int32_t fp8 = 0) {
     FieldList fields;
     fields.set("operation", {operation});
-    for (char const* const name : {"has_second", "has_bias", "keeps_sum"}) {
+    for (char const* const name : {"has_second", "packed", "has_bias", "keeps_sum"}) {
         fields.set(name, {0});
     }
     fields.set_float("epsilon", 1e-5F);

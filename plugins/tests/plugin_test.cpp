@@ -17,9 +17,9 @@ TEST(Plugin, Names) {
         expect(std::string(creator->getPluginVersion()) == "1", "plugin version");
         expect(std::string(creator->getPluginNamespace()) == "mha_deploy", "plugin namespace");
     }
-    expect(attention().getFieldNames()->nbFields == 23, "23 fields of attention");
+    expect(attention().getFieldNames()->nbFields == 24, "24 fields of attention");
     expect(linear().getFieldNames()->nbFields == 3, "3 fields of linear");
-    expect(creators()[2]->getFieldNames()->nbFields == 7, "7 fields of norm and activation");
+    expect(creators()[2]->getFieldNames()->nbFields == 8, "8 fields of norm and activation");
     std::string const info = mha_deploy_plugins_info();
     for (char const* const part :
         {"\"library\": \"mha_deploy_plugins\"", "\"interface\": \"IPluginV", "\"tensorrt\": \"",
@@ -179,6 +179,14 @@ TEST(Plugin, Sizes) {
     besides.set("keeps_sum", {1});
     expect_sizes(besides, norm_activation(), {{2, 5, 64}, {2, 5, 64}, {64}},
         {{2, 5, 64}, {2, 5, 64}, {2, 5, 16}}, "a norm in FP8 besides");
+    FieldList halves = norm_fields(4);
+    halves.set("packed", {1});
+    expect_sizes(halves, norm_activation(), {{2, 5, 128}}, {{2, 5, 64}}, "an activation and its factor");
+    expect_sizes_refused(halves, norm_activation(), {{2, 5, 127}}, "127", "halves of an odd width");
+    FieldList masked = changed("has_key_mask", {1});
+    expect_sizes(masked, attention(), {{2, 5, 512}, {2, 7, 128}, {2, 7, 128}, {2, 7}}, {{2, 5, 512}}, "key mask");
+    expect_sizes_refused(masked, attention(), {{2, 5, 512}, {2, 7, 128}, {2, 7, 128}, {2, 5}}, "key_mask",
+        "a key mask of other keys");
     expect_sizes(norm_fields(5, 2), norm_activation(), {{2, 5, 64}}, {{2, 5, 16}}, "a copy in FP8");
     expect_sizes_refused(three, attention(), {{2, 512}, {2, 128}, {2, 128}}, "[2, 512]", "rank 2");
     expect_sizes_refused(packed, attention(), {{kUnknown, 768}}, "rank", "unknown sizes of rank 2");

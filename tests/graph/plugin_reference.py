@@ -104,6 +104,8 @@ class MhaDeployNormActivation(OpRun):
     def _computed(x: np.ndarray, *others: np.ndarray, **attributes: Any) -> tuple[np.ndarray, ...]:
         rest, wide, operation = iter(others), x.astype(np.float64), attributes["operation"]
         second = next(rest).astype(np.float64) if attributes["has_second"] else None
+        if attributes["packed"]:
+            wide, second = np.split(wide, 2, axis=-1)
         if operation <= RMS_NORM:
             total = wide if second is None else wide + second
             centred = total - (total.mean(-1, keepdims=True) if operation == LAYER_NORM else 0.0)
@@ -133,6 +135,7 @@ class NodeInputs:
         self.operands = [next(rest) for _ in range(1 + max(attributes["sources"]))]
         self.bias = next(rest) if attributes["has_bias"] else None
         self.key_lengths = next(rest) if attributes["has_key_lengths"] else None
+        self.key_mask = next(rest) if attributes["has_key_mask"] else None
         self.gates = next(rest) if attributes["has_gates"] else None
         self.past = [next(rest), next(rest)] if attributes["has_cache"] else []
         self.starts = next(rest) if attributes["has_cache"] else np.zeros(0, np.int32)
@@ -142,7 +145,7 @@ class NodeInputs:
         if next(rest, None) is not None:
             raise ValueError("The node has more inputs than its attributes state.")
         self._refuse_as_the_plugin_does()
-        for counts in (self.key_lengths, self.starts, self.positions):
+        for counts in (self.key_lengths, self.key_mask, self.starts, self.positions):
             if counts is not None and counts.dtype != np.int32:
                 raise ValueError(f"Lengths and starts are int32, not {counts.dtype}.")
 
@@ -164,6 +167,7 @@ class NodeInputs:
         S = sizes.rows(own, 0)
         wanted = {
             "key_lengths": (self.key_lengths, (B,)),
+            "key_mask": (self.key_mask, (B, sizes.keys(own))),
             "starts": (self.starts if self.past else None, (B,)),
             "gates": (self.gates, (B, S, own["query_heads"])),
             "positions": (self.positions, (B, S)),
@@ -222,6 +226,8 @@ def _attend(node: NodeInputs, q: np.ndarray, k: np.ndarray, v: np.ndarray, lengt
             raise ValueError(f"A bias is [B or 1, Hq or 1, S, T] of {scores.shape}, not {shape}.")
         scores = scores + node.bias.astype(np.float64)
     visible = np.stack([_visible(attributes, S, T, int(length)) for length in lengths])
+    if node.key_mask is not None:
+        visible = visible & (node.key_mask != 0)[:, None]
     scores = np.where(visible[:, None], scores, -np.inf)
     top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
     weights = np.exp(scores - np.where(np.isneginf(top), 0.0, top))

@@ -121,6 +121,47 @@ def test_a_block_with_rotary_embedding_norm_and_gate(tables: tuple[str, str]) ->
     assert_same(model, lowered, random_inputs(model, {"B": 2, "S": 5}), atol=2e-2)
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gate_and_up_are_one_gemm(swapped: bool, bias: bool) -> None:
+    """The activation reads both halves of its rows."""
+    gate, up = ("gb", "ub") if bias else ("g", "u")
+    nodes = [
+        node("MatMul", "x wg", "g"),
+        node("MatMul", "x wu", "u"),
+        *([node("Add", "g bias", "gb"), node("Add", "u bias", "ub")] if bias else []),
+        node("Sigmoid", gate, "open"),
+        node("Mul", f"{gate} open", "silu"),
+        node("Mul", f"{up} silu" if swapped else f"silu {up}", "gated"),
+        node("MatMul", "gated down", "y"),
+    ]
+    constants = {"wg": weights(64, 96), "wu": weights(64, 96, seed=5), "down": weights(96, 64)}
+    constants["bias"] = weights(96, 1)[:, 0]
+    shape = (FP16, ["B", "S", 64])
+    model = model_of(nodes, {"x": shape}, {"y": shape}, constants)
+    lowered = lower(model, "plugin", linear=True)
+    (silu,) = own_attributes(lowered, "MhaDeployNormActivation")
+    assert (silu["operation"], silu["has_second"], silu["packed"]) == (4, 0, 1)
+    assert sorted(operators(lowered)) == ["MhaDeployLinear"] * 2 + ["MhaDeployNormActivation"]
+    assert_same(model, lowered, random_inputs(model, {"B": 2, "S": 5}), atol=2e-2)
+
+
+def test_gate_and_up_of_different_inputs_stay_apart() -> None:
+    nodes = [
+        node("MatMul", "x wg", "g"),
+        node("MatMul", "z wu", "u"),
+        node("Sigmoid", "g", "open"),
+        node("Mul", "g open", "silu"),
+        node("Mul", "silu u", "y"),
+    ]
+    constants = {"wg": weights(64, 96), "wu": weights(64, 96, seed=5)}
+    shape, wide = (FP16, ["B", "S", 64]), (FP16, ["B", "S", 96])
+    model = model_of(nodes, {"x": shape, "z": shape}, {"y": wide}, constants)
+    lowered = lower(model, "plugin", linear=True)
+    assert operators(lowered).count("MhaDeployLinear") == 2
+    assert_same(model, lowered, random_inputs(model, {"B": 2, "S": 5}), atol=2e-2)
+
+
 @pytest.mark.parametrize(("approximate", "operation"), [("none", 2), ("tanh", 3)])
 def test_a_block_with_layer_norm_and_gelu(approximate: str, operation: int) -> None:
     nodes = [

@@ -69,7 +69,7 @@ SIGHTS: dict[str, tuple[ir.Model, tuple[int, int, int, int, int]]] = {
     "numbers": (fp16(Q, CROSS, mask=("fp16", ("B", 4, "S", "T"))), (NONE, -1, -1, 1, 0)),
     "wider numbers": (fp16(Q, CROSS, mask=("fp32", ("B", 1, 1, "T"))), (NONE, -1, -1, 1, 1)),
     "causal mask": (
-        fp16(Q, SELF, mask=("bool", ("B", 1, 1, "S")), is_causal=1),
+        fp16(Q, SELF, mask=("bool", ("B", 1, "S", "S")), is_causal=1),
         (TOP_LEFT, -1, -1, 1, 0),
     ),
     "mask and lengths": (
@@ -286,6 +286,51 @@ def test_a_padding_mask_is_computed_once_for_all_layers() -> None:
     assert [operators(lowered).count(name) for name in ("Where", "Expand", "Log")] == [1, 1, 1]
     mask = np.array([[1, 1, 0, 1, 0], [0, 0, 0, 0, 0], [0, 1, 1, 1, 1]], bool).reshape(3, 1, 1, 5)
     assert_same(model, lowered, random_inputs(model, {"B": 3, "S": 5}, mask=mask))
+
+
+KEY_MASK = (FP16, ["B", "S", 32])
+KEYS = {
+    "as it is": [node("Unsqueeze", "keys 12", "mask")],
+    "expanded": [
+        node("Unsqueeze", "keys 12", "row"),
+        node("Shape", "x", "S", start=1, end=2),
+        node("Concat", "1 1 S 1", "sizes", axis=0),
+        node("Expand", "row sizes", "mask"),
+    ],
+    "inverted": [
+        node("Not", "keys", "hidden"),
+        node("Unsqueeze", "hidden 12", "row"),
+        node("Where", "row low zero", "mask"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_causal_mask_of_keys_is_read_as_it_is(name: str) -> None:
+    """No number for each query is written, and no query is cleared after the node."""
+    attention = node("Attention", "x x x mask", "y", q_num_heads=4, kv_num_heads=4, is_causal=1)
+    constants = {"1": np.array([1]), "12": np.array([1, 2])}
+    constants |= {"low": np.array(-np.inf, np.float16), "zero": np.array(0, np.float16)}
+    inputs = {"x": KEY_MASK, "keys": (TensorProto.BOOL, ["B", "S"])}
+    model = model_of([*KEYS[name], attention], inputs, {"y": KEY_MASK}, constants)
+    lowered = lower(model, "plugin")
+    assert attributes_of(lowered, "has_bias", "has_key_mask", "causal") == {
+        "has_bias": 0,
+        "has_key_mask": 1,
+        "causal": TOP_LEFT,
+    }
+    assert not {"Where", "Expand", "Log"} & set(operators(lowered))
+    keys = np.array([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1], [0, 1, 0, 1, 0]], bool)
+    assert_same(model, lowered, random_inputs(model, {"B": 4, "S": 5}, keys=keys))
+
+
+def test_a_mask_of_keys_without_a_diagonal_or_of_one_batch_element_is_a_bias() -> None:
+    for batch, causal in (("B", 0), (1, 1)):
+        mask = fp16(Q, SELF, mask=("bool", (batch, 1, 1, "S")), is_causal=causal)
+        assert attributes_of(lower(mask, "plugin"), "has_bias", "has_key_mask") == {
+            "has_bias": 1,
+            "has_key_mask": 0,
+        }
 
 
 def test_lengths_in_int32_need_no_cast() -> None:

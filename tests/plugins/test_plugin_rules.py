@@ -66,6 +66,7 @@ def drawn(rng):
         "offsets": [0, 0, 0],
         "has_bias": pick([0, 1]),
         "has_key_lengths": pick([0, 0, 1]),
+        "has_key_mask": pick([0] * 5 + [1]),
         "has_gates": pick([0] * 5 + [1]),
         "has_cache": pick([0, 0, 1]),
         "rotary": pick([0, 0, 1, 2]),

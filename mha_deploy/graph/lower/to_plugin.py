@@ -192,17 +192,7 @@ _OPPOSITE = {"GreaterOrEqual": "Less", "LessOrEqual": "Greater"}
 
 def prefix_lengths(mask: ir.Value, *, batch: Dim) -> ir.Value | None:
     """The lengths, integers `[B]`, of a mask that is exactly `key < lengths[b]`; None for another mask."""
-    if len(dims(mask)) != 4:
-        return None  # of another rank, the first axis is not the batch
-    condition: ir.Value | None = _before_layout(mask)
-    inverted, where = False, made_by(condition, "Where")
-    if where is not None:  # 0 and -inf, added to the scores
-        numbers = [constant_number(each) for each in where.inputs[1:]]
-        if sorted(each if each is not None else math.nan for each in numbers) != [-math.inf, 0.0]:
-            return None
-        condition, inverted = where.inputs[0], numbers[0] != 0.0
-    while (negation := made_by(condition, "Not")) is not None:
-        condition, inverted = negation.inputs[0], not inverted
+    condition, inverted = _condition_of(mask)
     node = made_by(condition, "Less", "Greater", *_OPPOSITE)
     kind = None if node is None else _OPPOSITE.get(node.op_type) if inverted else node.op_type
     if node is None or kind not in ("Less", "Greater"):
@@ -214,6 +204,37 @@ def prefix_lengths(mask: ir.Value, *, batch: Dim) -> ir.Value | None:
     of_batch = same_size(shape[0], batch) and all(size == 1 for size in shape[1:])
     is_prefix = of_batch and len(shape) >= len(dims(counted)) and _counts_up(counted)
     return _one_axis(lengths) if is_prefix else None
+
+
+def visible_keys(b: NodeBuilder, mask: ir.Value, *, batch: Dim) -> ir.Value | None:
+    """A mask that is the same for all queries and heads as int32 `[B, T]`; None for another mask."""
+    condition, inverted = _condition_of(mask)
+    shape = dims(condition)
+    by_key = len(shape) > 1 and same_size(shape[0], batch) and all(size == 1 for size in shape[1:-1])
+    if condition is None or condition.dtype != ir.DataType.BOOL or not by_key:
+        return None
+    keys = b.op("Not", condition) if inverted else condition
+    keys = b.cast(keys, ir.DataType.INT32)
+    if len(shape) > 2:
+        keys = b.op("Squeeze", keys, b.ints(*range(1, len(shape) - 1)), name="key_mask")
+    keys.dtype, keys.shape = ir.DataType.INT32, ir.Shape([shape[0], shape[-1]])
+    return keys
+
+
+def _condition_of(mask: ir.Value) -> tuple[ir.Value | None, bool]:
+    """What a mask depends on, before it was expanded, and whether keys are masked where that is true."""
+    if len(dims(mask)) != 4:
+        return None, False  # of another rank, the first axis is not the batch
+    condition: ir.Value | None = _before_layout(mask)
+    inverted, where = False, made_by(condition, "Where")
+    if where is not None:  # 0 and -inf, added to the scores
+        numbers = [constant_number(each) for each in where.inputs[1:]]
+        if sorted(each if each is not None else math.nan for each in numbers) != [-math.inf, 0.0]:
+            return None, False
+        condition, inverted = where.inputs[0], numbers[0] != 0.0
+    while (negation := made_by(condition, "Not")) is not None:
+        condition, inverted = negation.inputs[0], not inverted
+    return condition, inverted
 
 
 def _before_layout(mask: ir.Value) -> ir.Value:
@@ -269,7 +290,8 @@ class Diagonal(NamedTuple):
 class PluginMask(NamedTuple):
     """Which keys a query attends to.
 
-    `key_lengths` are valid keys of each batch element, int32 `[B]`; `bias` is added to the scores, `[B or 1,
+    `key_lengths` are valid keys of each batch element, int32 `[B]`; `key_mask`, int32 `[B, T]`, is 0 for the
+    others where these are not the last ones; `bias` is added to the scores, `[B or 1,
     Hq or 1, S, T]`. `attending`, `[·, heads, ·, 1]`, is False for queries that are fully masked by the bias;
     the plugin itself handles those of diagonal and lengths. `shifted` is the mask behind a bias that had to
     be brought into the range of the scores.
@@ -277,6 +299,7 @@ class PluginMask(NamedTuple):
 
     diagonal: Diagonal
     key_lengths: ir.Value | None = None
+    key_mask: ir.Value | None = None
     bias: ir.Value | None = None
     attending: ir.Value | None = None
     heads: int = 1
@@ -296,6 +319,11 @@ def read_plugin_mask(b: NodeBuilder, call: AttentionCall, S: Size, T: Size, *, i
         # In the lower right corner the diagonal would end at the last valid key; in ONNX it ends at the last.
         if call.mask is not None and is_alone and diagonal.causal != plugin.BOTTOM_RIGHT:
             lengths = prefix_lengths(call.mask, batch=call.attention.B)
+            # Its kernels skip what the diagonal masks. Without a diagonal a bias is as fast.
+            if lengths is None and diagonal == Diagonal(plugin.TOP_LEFT):
+                key_mask = visible_keys(b, call.mask, batch=call.attention.B)
+                if key_mask is not None:
+                    return PluginMask(diagonal, key_mask=key_mask)
         mask = masks.input_mask(b, call, T) if lengths is None else None
         if lengths is None and not in_cache:
             lengths = call.lengths
@@ -319,7 +347,7 @@ def read_plugin_mask(b: NodeBuilder, call: AttentionCall, S: Size, T: Size, *, i
         keys, none = b.cast(b.as_tensor(T), ir.DataType.INT32), b.constant(0, ir.DataType.INT32)
         key_lengths, attending = b.op("Where", rows, keys, none, name="key_lengths"), None
         key_lengths.dtype, key_lengths.shape = ir.DataType.INT32, ir.Shape([call.attention.B])
-    return PluginMask(diagonal, key_lengths, bias, attending, mask.heads, shifted)
+    return PluginMask(diagonal, key_lengths, None, bias, attending, mask.heads, shifted)
 
 
 def diagonal_of(call: AttentionCall) -> Diagonal | None:
@@ -472,7 +500,7 @@ def prepare(model: ir.Model, options: PluginOptions) -> None:
     A cache of another pattern is updated with ScatterND before the attention. The model is changed.
     """
     CommonSubexpressionEliminationPass()(model)  # tables of Q and of K are the same ones then
-    if pack_in_place(model):
+    if any([pack_in_place(model), pack_gates(model, fp8_only=not options.linear)]):
         infer_shapes(model)
 
     def write(call: AttentionCall, b: NodeBuilder, cache: kv.CachedAttention) -> None:
@@ -518,7 +546,7 @@ def _write_attention(
     places = (query, key, value)
     tensors = list(dict.fromkeys(place.tensor for place in places))
     tables = () if rotary is None else (rotary.cos, rotary.sin, rotary.positions)
-    inputs = [*tensors, mask.bias, mask.key_lengths, *states_in, *tables]
+    inputs = [*tensors, mask.bias, mask.key_lengths, mask.key_mask, *states_in, *tables]
     own = {
         "query_heads": call.Hq,
         "key_heads": call.Hkv,
@@ -530,6 +558,7 @@ def _write_attention(
         "offsets": [place.offset for place in places],
         "has_bias": int(mask.bias is not None),
         "has_key_lengths": int(mask.key_lengths is not None),
+        "has_key_mask": int(mask.key_mask is not None),
         "has_gates": 0,
         "has_cache": int(bool(states_in)),
         "rotary": 0 if rotary is None else 2 if rotary.interleaved else 1,
@@ -642,8 +671,33 @@ def pack_in_place(model: ir.Model) -> bool:
         for group in _groups(attention):
             if done.isdisjoint(projection.matmul for projection in group):
                 done.update(projection.matmul for projection in group)
-                _pack(group, attention)
+                # No slash after the attention's own name: that prefix is reserved for its lowering.
+                _pack(group, f"{attention.name or attention.outputs[0].name}_qkv")
     return bool(done)
+
+
+def pack_gates(model: ir.Model, *, fp8_only: bool = False) -> bool:
+    """Pack both projections of `SiLU(gate) · up`, as `pack_in_place` does; or those in FP8."""
+    packed = False
+    for node in [each for each in model.graph.all_nodes() if is_op(each, "Mul")]:
+        gate = None if node.graph is None else read_silu(node)
+        group = [] if gate is None or gate.factor is None else _alike([gate.x, gate.factor])
+        if gate is not None and group and not (fp8_only and group[0].fp8 is None):
+            _pack(group, f"{gate.node.name or gate.y.name}_gate_up")
+            packed = True
+    return packed
+
+
+def _alike(values: Sequence[ir.Value]) -> list[Projection]:
+    """The projections that give these values, where they read the same input; else none."""
+    found = []
+    for value in values:
+        add = made_by(value, "Add")
+        makers = [made_by(each, "MatMul") for each in (value, *(() if add is None else add.inputs))]
+        read = [projection_at(node) for node in makers if node is not None]
+        found += [each for each in read if each is not None and each.y is value]
+    kinds = {(each.x, each.fp8 is None, each.weight.dtype) for each in found}
+    return found if len(found) == len(values) and len(kinds) == 1 else []
 
 
 def projection_at(matmul: ir.Node) -> Projection | None:
@@ -681,13 +735,11 @@ def _groups(attention: ir.Node) -> list[list[Projection]]:
     return [group for key, group in groups.items() if len(group) > 1 and len(types[key]) == 1]
 
 
-def _pack(group: list[Projection], attention: ir.Node) -> None:
-    """Replace a group by one matmul; the values that were its outputs keep their names."""
+def _pack(group: list[Projection], name: str) -> None:
+    """Replace a group by one matmul of this name; the values that were its outputs keep their names."""
     graph = group[0].matmul.graph
     if not isinstance(graph, ir.Graph):
         return
-    # No slash after the attention's own name: that prefix is reserved for its lowering.
-    name = f"{attention.name or attention.outputs[0].name}_qkv"
     names = chain([name], (f"{name}{number}" for number in count(2)))
     b = NodeBuilder(next(each for each in names if f"{each}_weight" not in graph.initializers))
     columns = [projection.columns for projection in group]
@@ -984,8 +1036,21 @@ def _write_norm(node: ir.Node, taken: set[str]) -> None:
         add.outputs[0].replace_all_uses_with(outputs[1])
 
 
-def _write_silu(node: ir.Node, taken: set[str]) -> None:
-    """`x · sigmoid(x)`, and a factor of the same shape behind it."""
+class Silu(NamedTuple):
+    """`x · sigmoid(x)`, with a factor of the same shape behind it or None; `node` gives the result `y`."""
+
+    node: ir.Node
+    x: ir.Value
+    factor: ir.Value | None
+
+    @property
+    def y(self) -> ir.Value:
+        """The result."""
+        return self.node.outputs[0]
+
+
+def read_silu(node: ir.Node) -> Silu | None:
+    """Read the Mul of a value and its sigmoid; None for another."""
     y = node.outputs[0]
     for x, sigmoid in _orders(node) if not y.is_graph_output() else ():
         if input_at(made_by(sigmoid, "Sigmoid"), 0) is not x:
@@ -993,10 +1058,25 @@ def _write_silu(node: ir.Node, taken: set[str]) -> None:
         gate = _only_reader(y, "Mul")
         factors = [] if gate is None else [each for each in gate.inputs if each is not y]
         if gate is not None and factors and factors[0] is not None and _same_shape(factors[0], x):
-            _write_node(gate, taken, [x, factors[0]], plugin.SILU, has_second=1)
-        else:
-            _write_node(node, taken, [x], plugin.SILU)
+            return Silu(gate, x, factors[0])
+        return Silu(node, x, None)
+    return None
+
+
+def _write_silu(node: ir.Node, taken: set[str]) -> None:
+    found = read_silu(node)
+    if found is None:
         return
+    parts = [None if each is None else cut_of(each) for each in (found.x, found.factor)]
+    halves = [(part.source, part.axis, part.begin) for part in parts if part is not None]
+    width = dims(found.x)[-1]
+    source = halves[0][0] if halves else None
+    if halves == [(source, -1, 0), (source, -1, width)] and dims(source)[-1:] == (2 * int(width or 0),):
+        _write_node(found.node, taken, [source], plugin.SILU, packed=1)
+    elif found.factor is not None:
+        _write_node(found.node, taken, [found.x, found.factor], plugin.SILU, has_second=1)
+    else:
+        _write_node(found.node, taken, [found.x], plugin.SILU)
 
 
 def _same_shape(one: ir.Value, other: ir.Value) -> bool:
@@ -1018,7 +1098,8 @@ def _write_node(
 
 
 _PLAIN: Mapping[str, float] = {
-    "has_second": 0, "has_bias": 0, "keeps_sum": 0, "epsilon": 0.0, "fp8": plugin.NOT_FP8, "fp8_scale": 1.0,
+    "has_second": 0, "packed": 0, "has_bias": 0, "keeps_sum": 0, "epsilon": 0.0, "fp8": plugin.NOT_FP8,
+    "fp8_scale": 1.0,
 }  # fmt: skip
 
 

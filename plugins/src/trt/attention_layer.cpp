@@ -91,6 +91,7 @@ Status AttentionLayer::check_others(std::vector<Dims> const& inputs, AttentionSh
     }
     for (Status const& status : {
              expect(places_.key_lengths, "key_lengths", {batch}),
+             expect(places_.key_mask, "key_mask", {batch, shapes.keys(p)}),
              expect(places_.gates, "gates", {batch, shapes.queries(p), p.query_heads}),
              expect(places_.past_key, "past_key", {batch, p.key_heads, shapes.cache_rows, p.head_size}),
              expect(places_.past_value, "past_value", {batch, p.key_heads, shapes.cache_rows, p.value_size}),

@@ -33,10 +33,11 @@ public:
     Status output_dims(int32_t output, DimsExprs const* inputs, nvinfer1::IExprBuilder& builder,
         DimsExprs& dims) const override {
         dims = inputs[0];
-        if (dims.nbDims > 0 && parameters_.is_fp8(output)) {
+        int32_t const divisor = (parameters_.packed ? 2 : 1) * (parameters_.is_fp8(output) ? kNumbersOfWord : 1);
+        if (dims.nbDims > 0 && divisor > 1) {
             nvinfer1::IDimensionExpr const*& width = dims.d[dims.nbDims - 1];
-            width = builder.operation(
-                nvinfer1::DimensionOperation::kFLOOR_DIV, *width, *builder.constant(kNumbersOfWord));
+            width =
+                builder.operation(nvinfer1::DimensionOperation::kFLOOR_DIV, *width, *builder.constant(divisor));
         }
         return Status();
     }
@@ -61,7 +62,11 @@ Status NormActivationLayer::resize(std::vector<Dims> const& inputs) {
     if (x.empty()) {
         return Status::failed("x has no axis; give it [..., width]");
     }
-    RETURN_IF_FAILED(check_width(x.back()));
+    int64_t const parts = parameters_.packed ? 2 : 1;
+    if (x.back() % parts != 0) {
+        return Status::failed("x is " + text_of(x) + "; give it [..., 2 * width]");
+    }
+    RETURN_IF_FAILED(check_width(x.back() / parts));
     for (std::size_t i = 1; i < inputs.size(); ++i) {
         bool const whole = i == 1 && parameters_.has_second;
         if (inputs[i] != (whole ? x : Dims{x.back()})) {
@@ -70,7 +75,7 @@ Status NormActivationLayer::resize(std::vector<Dims> const& inputs) {
         }
     }
     RETURN_IF_FAILED(rows_of(x, rows_));
-    width_ = x.back();
+    width_ = x.back() / parts;
     return Status();
 }
 
