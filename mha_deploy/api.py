@@ -904,10 +904,7 @@ def compare(old: Any, new: Any, **options: Any) -> Comparison:
     """
     from mha_deploy.regression.compare import compare
 
-    known = vars(Limits())
-    if unknown := sorted(set(options) - set(known)):
-        raise DeployError("No such threshold.", got=", ".join(unknown), hint=f"one of: {', '.join(known)}")
-    return compare(old, new, Limits(**options))
+    return compare(old, new, read_options(Limits, options))
 
 
 def matrix(

@@ -48,6 +48,13 @@ def options_of(record: type, *names: str) -> dict[str, Field[Any]]:
     return {each.name: each for each in fields(record) if (each.name in names if names else each.metadata)}
 
 
+def listing_options(record: type[Record]) -> type[Record]:
+    """A record whose docstring lists its options, so that `help` shows them."""
+    lines = [f"    {name}: {each.metadata['about']}" for name, each in options_of(record).items()]
+    record.__doc__ = "\n\n".join([record.__doc__ or "", "Args:\n" + "\n".join(lines)])
+    return record
+
+
 def read_options(record: type[Record], given: Mapping[str, Any], *others: str) -> Record:
     """A record of the options that a user named; `others` are those that went elsewhere."""
     known = {*(each.name for each in fields(record)), *others}  # type: ignore[arg-type]
@@ -59,6 +66,7 @@ def read_options(record: type[Record], given: Mapping[str, Any], *others: str) -
 # -- Export ----------------------------------------------------------------------------------------
 
 
+@listing_options
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
     """How to export; `layer` is the layer of the checkpoint, where no prefix is given."""
@@ -132,6 +140,7 @@ class ExportOptions:
 # -- Engines ---------------------------------------------------------------------------------------
 
 
+@listing_options
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """How to build."""
@@ -207,6 +216,7 @@ class TimedOptions:
     seed: int = option(1, "Seed of the inputs that are drawn.", min=0, max=2**32 - 1)
 
 
+@listing_options
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions(TimedOptions):
     """What to validate; `limit_s` is how long one number of clients may send requests to a server."""
@@ -369,6 +379,7 @@ def refuse_contradictions(options: ValidateOptions, *, has_runners: bool) -> Non
         raise DeployError(what, got=f"{options.url} and {got}", hint="one of them at a time")
 
 
+@listing_options
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(TimedOptions):
     """What to time."""
@@ -386,6 +397,7 @@ class BenchOptions(TimedOptions):
 # -- Serving ---------------------------------------------------------------------------------------
 
 
+@listing_options
 @dataclass(frozen=True, kw_only=True)
 class PackageOptions:
     """How a bundle is served."""
@@ -419,6 +431,7 @@ class PackageOptions:
 # -- Upgrades --------------------------------------------------------------------------------------
 
 
+@listing_options
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """What counts as a regression: growth, as a share of the old value."""
@@ -514,13 +527,3 @@ def _keywords() -> dict[str, tuple[str, str]]:
             flags = each.metadata.get("flags") or (f"--{each.name.replace('_', '-')}",)
             found.setdefault(flags[0].removeprefix("--"), (each.name, str(each.type)))
     return found
-
-
-def _list_options(record: type) -> None:
-    """Let the docstring of a record list its options, as `help` shows it."""
-    lines = [f"    {name}: {each.metadata['about']}" for name, each in options_of(record).items()]
-    record.__doc__ = "\n\n".join([record.__doc__ or "", "Args:\n" + "\n".join(lines)])
-
-
-for _record in (ExportOptions, EngineOptions, ValidateOptions, BenchOptions, PackageOptions, Limits):
-    _list_options(_record)

@@ -52,7 +52,8 @@ def forget_working_folder() -> None:
 
 
 # Libraries that another imports and that few commands use. SymPy, of ONNX's IR, takes a third of a second.
-_DEFERRED = {"sympy", "onnx_ir._symbolic_shapes"}
+# The module of ONNX's IR uses it while it is imported; under another name SymPy would just be loaded.
+_DEFERRED = frozenset({"sympy", "onnx_ir._symbolic_shapes"})
 
 
 class _Deferred:
@@ -62,7 +63,6 @@ class _Deferred:
     def find_spec(name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         if name not in _DEFERRED:
             return None
-        _DEFERRED.discard(name)
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
             spec.loader = LazyLoader(spec.loader)

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS)
@@ -121,34 +121,36 @@ def supervise(main: Callable[[], None]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # may be ignored by whoever started this
     page, watcher = Page(), os.getpid()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_SIGNALS, signal.SIGCHLD))
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, AttributeError, ValueError):
-            stream.flush()
+    _flush_streams()
     worker = os.fork()
     if worker == 0:
         _end_with(watcher)
         faulthandler.enable(page.stack)
+        atexit.register(_leave, page)  # before any other, so that it is called after them
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             main()
         except SystemExit as stop:
-            _end(page, stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1)
+            page.finish(stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1)
         except KeyboardInterrupt:  # before the command line handles signals
-            _end(page, 130)
+            page.finish(130)
         return
     code = _watch(worker, page)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     raise SystemExit(code)
 
 
-def _end(page: Page, code: int) -> NoReturn:
+def _leave(page: Page) -> None:
     """End this process without taking apart what it has loaded, which takes PyTorch half a second."""
-    page.finish(code)
-    atexit._run_exitfuncs()
+    _flush_streams()
+    if page.code is not None:
+        os._exit(page.code)
+
+
+def _flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, AttributeError, ValueError):
             stream.flush()
-    os._exit(code & 0xFF)
 
 
 def _is_program() -> bool:

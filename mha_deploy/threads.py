@@ -1,7 +1,8 @@
 """NumPy on several cores: parts of a large array side by side, and how many threads its BLAS starts.
 
-OpenBLAS starts its threads for products of a few microseconds. Where other programs run as well, they wait
-for each other many times as long as the product takes.
+OpenBLAS starts its threads for GEMMs of a few microseconds. Where other programs run as well, they wait for
+each other many times as long as the GEMM takes. threadpoolctl would do it, too, but sets PyTorch's BLAS along
+with NumPy's, and would be one more dependency of every deploy machine.
 """
 
 from __future__ import annotations
@@ -73,10 +74,13 @@ def _openblas() -> tuple[Callable[[], int], Callable[[int], Any]] | None:
     return None
 
 
-def blas_threads() -> int | None:
-    """How many threads NumPy multiplies on; None where that is not known."""
-    found = _openblas()
-    return None if found is None else found[0]()
+def set_blas_threads(count: int) -> int | None:
+    """Let NumPy multiply on so many threads; gives how many it had, None where that is not known."""
+    if (found := _openblas()) is None:
+        return None
+    before = found[0]()
+    found[1](count)
+    return before
 
 
 def on_one_thread(run: Callable[P, T]) -> Callable[P, T]:
@@ -84,15 +88,11 @@ def on_one_thread(run: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(run)
     def run_so(*args: P.args, **kwargs: P.kwargs) -> T:
-        found = _openblas()
-        if found is None:
-            return run(*args, **kwargs)
-        get, set_to = found
-        before = get()
-        set_to(1)
+        before = set_blas_threads(1)
         try:
             return run(*args, **kwargs)
         finally:
-            set_to(before)
+            if before is not None:
+                set_blas_threads(before)
 
     return run_so

@@ -28,7 +28,7 @@ from onnx.reference import ReferenceEvaluator
 
 import mha_deploy as md
 from mha_deploy.bundle.folder import MODEL
-from mha_deploy.exporter.file_program import FileProgram, FileRounding
+from mha_deploy.exporter.file_program import FileProgram
 from mha_deploy.graph.file import graph_from_proto
 from mha_deploy.runtime.child import isolation
 
@@ -138,7 +138,7 @@ def test_an_oracle_that_takes_longer_than_the_limit_is_refused():
 
     def evaluate():
         isolation.limit_s = 0.2
-        program.run({"x": np.zeros((1, 4, 8), np.float32)}, FileRounding(None))
+        program.run({"x": np.zeros((1, 4, 8), np.float32)})
 
     fault_harness.assert_refused(fault_harness.run(evaluate), "did not return within")
 

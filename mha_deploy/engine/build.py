@@ -144,8 +144,8 @@ class _EngineBuild:
             save_graph(lowered, folder / "model.onnx")
             request = self._request(folder / "model.onnx", lowered)
             built, first = self._build_running(request)
-        built = _with_plugin_roles(built, lowered)
-        verdict = judge_engine(built, lowered, model, self.precision, profiles, first.attends_in_fp8)
+        built = with_plugin_roles(built, lowered, first.attends_in_fp8)
+        verdict = judge_engine(built, lowered, model, self.precision, profiles)
         findings = dict.fromkeys(finding for answer in answers for finding in answer.findings)
         names = engines.profile_names(self.spec, self.ranges)
         in_place = noted_caches(lowered, IN_PLACE_NOTE) if self.plugins else {}
@@ -269,17 +269,13 @@ def judge_engine(
     canonical: ir.Model,
     precision: str,
     profiles: int,
-    attends_in_fp8: bool = False,
 ) -> EngineVerdict:
-    """Was every attention fused, and is the engine in the requested precision?
-
-    A node of the plugin rounds its queries, keys and values to FP8 itself. Whether its kernel then reads FP8
-    is known once it ran: `attends_in_fp8`.
-    """
-    kernels = _with_plugin_roles(built, lowered, attends_in_fp8).kernels
+    """Was every attention fused, and is the engine in the requested precision?"""
     names = [node.name or "" for node in lowered.graph.all_nodes()]
     attention = group_by_attention(names, [node.name for node in attention_nodes(canonical)])
-    return engine_verdict(kernels, attention, precision, profiles=profiles, written=written_types(lowered))
+    return engine_verdict(
+        built.kernels, attention, precision, profiles=profiles, written=written_types(lowered)
+    )
 
 
 _PLUGIN_ROLES = {
@@ -289,8 +285,12 @@ _PLUGIN_ROLES = {
 }
 
 
-def _with_plugin_roles(built: BuiltEngine, lowered: ir.Model, attends_in_fp8: bool = False) -> BuiltEngine:
-    """An engine whose plugin layers have types and a purpose, of which TensorRT reports only their names."""
+def with_plugin_roles(built: BuiltEngine, lowered: ir.Model, attends_in_fp8: bool = False) -> BuiltEngine:
+    """An engine whose plugin layers have types and a purpose, of which TensorRT reports only their names.
+
+    A node of the plugin rounds its queries, keys and values to FP8 itself. Whether its kernel then reads FP8
+    is known once it ran: `attends_in_fp8`.
+    """
     nodes = {
         node.name or "": node
         for node in lowered.graph.all_nodes()

@@ -22,7 +22,17 @@ import onnx_ir as ir
 
 from mha_deploy.bundle.cases import Arrays, GoldenCase, KnownMistake
 from mha_deploy.bundle.manifest import UnfusedRecord
-from mha_deploy.exporter.file_program import ChangedRun, ExactRun, FileProgram, FileRounding, Results, widened
+from mha_deploy.exporter.file_program import (
+    ChangedRun,
+    Compute,
+    ExactRun,
+    FileNode,
+    FileProgram,
+    FileRounding,
+    Inputs,
+    Results,
+    widened,
+)
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.fuse.leftover import Core, cores_of
 from mha_deploy.graph.ir import input_at, is_op, weight_behind
@@ -89,29 +99,10 @@ def _scaled_in_bf16(array: np.ndarray, scale: float) -> np.ndarray:
     return in_bf16(array / scale) * scale
 
 
-class _Edited(ChangedRun):
-    """Computes a graph with edits of some of its nodes."""
-
-    def __init__(
-        self,
-        edits: Edits,
-        precision: Precision | None = None,
-        seed: int = 0,
-        results: Results = MappingProxyType({}),
-    ) -> None:
-        super().__init__(precision, seed, results)
-        self._edits = edits
-
-    def changes_node(self, node: Any) -> bool:
-        """Whether a node is edited."""
-        return bool(self._edits.get(node.onnx_node.name))
-
-    def call_changed(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-        """The outputs of a node that is edited."""
-        edits = self._edits[node.onnx_node.name]
-        inputs = tuple(edits[i](widened(each)) if i in edits else each for i, each in enumerate(inputs))
-        outputs = FileRounding.call(self, node, run, inputs)
-        return tuple(map(edits[_RESULT], outputs)) if _RESULT in edits else outputs
+def _edited(edits: Mapping[int, Change], compute: Compute, inputs: Inputs) -> Any:
+    """The outputs of a node that is edited."""
+    outputs = compute(*(edits[i](widened(each)) if i in edits else each for i, each in enumerate(inputs)))
+    return tuple(map(edits[_RESULT], outputs)) if _RESULT in edits else outputs
 
 
 @dataclass(frozen=True)
@@ -285,6 +276,16 @@ class _Search:
     def _run(self, mode: FileRounding) -> Arrays:
         return self._program.run(self._case.inputs, mode)
 
+    def _run_edited(
+        self, edits: Edits, precision: Precision | None = None, results: Results = MappingProxyType({})
+    ) -> Arrays:
+        """The outputs with edits of some nodes."""
+
+        def edited(node: FileNode) -> Callable[[Compute, Inputs], Any] | None:
+            return partial(_edited, edits[node.name]) if edits.get(node.name) else None
+
+        return self._run(ChangedRun(edited, precision, seed=1000, results=results))
+
     def found(self) -> CoarseMistakes:
         """What the mistakes add, where that can be told from chance; and which attentions show it."""
         before, case, started = ExactRun(), self._case, time.process_time()
@@ -303,7 +304,7 @@ class _Search:
         for mistake, edits in self._mistakes():
             if time.process_time() > self._deadline or len(suspects) == _MOST or left < 0:
                 break
-            got = self._run(_Edited(edits, results=before.results))
+            got = self._run_edited(edits, results=before.results)
             is_factor = any(change is _too_large for each in edits.values() for change in each.values())
             changes, chances = dict[str, np.ndarray](), {kind: dict[str, float]() for kind in kinds}
             for name in outputs:
@@ -337,7 +338,7 @@ class _Search:
     def _is_wrong(self, case: GoldenCase, parts: Mapping[str, Edits], kind: str) -> bool:
         """Whether a model that rounds, with these parts in BF16, is out of budget."""
         rounding = replace(self._precision, accumulate=kind)
-        got = self._run(_Edited(_together(parts), rounding, seed=1000))
+        got = self._run_edited(_together(parts), rounding)
         results = {name: got[name].astype(case.eager[name].dtype) for name in case.oracle}
         return any(verdict.is_wrong for verdict in judge_case(case, results, rounding))
 

@@ -25,7 +25,7 @@ from mha_deploy.bundle.manifest import LossLayer, LossMetric, LossOutput, LossPo
 from mha_deploy.bundle.samples import Sample, as_taken
 from mha_deploy.bundle.sizes import PlannedCase
 from mha_deploy.errors import DeployError, ExportError, LossExceeded, nearest
-from mha_deploy.exporter.file_program import ChangedRun, ExactRun, FileProgram, FileRounding, Results
+from mha_deploy.exporter.file_program import ChangedRun, Compute, ExactRun, FileNode, FileProgram, Inputs
 from mha_deploy.exporter.flow import export_bundle
 from mha_deploy.exporter.onnx_import import OnnxSource
 from mha_deploy.graph.file import save_graph
@@ -187,7 +187,7 @@ def calibrate(
     found = {name: Magnitudes() for name in wanted}
     for sample in samples:
         on_sample(f"calibration: {sample.name}")
-        values = {**sample.inputs, **program.run(sample.inputs, FileRounding(None))}
+        values = {**sample.inputs, **program.run(sample.inputs)}
         for name, magnitudes in found.items():
             magnitudes.add(np.asarray(values[name], np.float64))
     ranges = {name: each.range(method, format) for name, each in found.items()}
@@ -237,24 +237,8 @@ class LossSums:
         return 1.0 - self.same / max(self.count, 1) if self.is_whole else self.relative
 
 
-_Change = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+_Change = Callable[[Inputs], Inputs]
 _CHANGED = ("MatMul", "Gemm", "Attention")
-
-
-class _Quantized(ChangedRun):
-    """Computes the original graph in FP64 with some of its GEMMs and attentions quantized."""
-
-    def __init__(self, changed: Mapping[str, _Change], results: Results) -> None:
-        super().__init__(results=results)
-        self._changed = changed
-
-    def changes_node(self, node: Any) -> bool:
-        """Whether a node is quantized."""
-        return node.op_type in _CHANGED and node.onnx_node.name in self._changed
-
-    def call_changed(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-        """The outputs of a node that is quantized."""
-        return FileRounding.call(self, node, run, self._changed[node.onnx_node.name](inputs))
 
 
 class Trials:
@@ -281,8 +265,13 @@ class Trials:
         """The loss with these parts quantized and no others."""
         sums: dict[str, LossSums] = {}
         changed = {node: change for name in names for node, change in self._change[name].items()}
+
+        def quantized(node: FileNode) -> Callable[[Compute, Inputs], Any] | None:
+            change = changed.get(node.name) if node.operator in _CHANGED else None
+            return None if change is None else lambda compute, inputs: compute(*change(inputs))
+
         for sample, true, results in zip(self._samples, self._true, self._results, strict=True):
-            got = self._program.run(sample.inputs, _Quantized(changed, results))
+            got = self._program.run(sample.inputs, ChangedRun(quantized, results=results))
             for name, array in true.items():
                 sums.setdefault(name, LossSums()).add(array, got[name])
         return max((each.loss for each in sums.values()), default=0.0)
@@ -319,7 +308,7 @@ def measure_loss(
     for sample in samples:
         read += 1
         on_sample(f"loss: {sample.name}")
-        true, got = (program.run(sample.inputs, FileRounding(None)) for program in programs)
+        true, got = (program.run(sample.inputs) for program in programs)
         for name, each in sums.items():
             each.add(true[name], got[name])
         for name, agreeing in counts.items():

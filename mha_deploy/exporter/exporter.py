@@ -25,7 +25,7 @@ from mha_deploy.exporter import flow
 from mha_deploy.exporter.axes import ExportedModule
 from mha_deploy.exporter.compress import Original
 from mha_deploy.exporter.explain import first_cause, onnx_program
-from mha_deploy.exporter.file_program import FileProgram, FileRounding
+from mha_deploy.exporter.file_program import FileProgram
 from mha_deploy.exporter.golden import LayerCapture, ModuleCapture, arrays_of
 from mha_deploy.exporter.observe import attention_values
 from mha_deploy.exporter.own_model import UserModule, draw_user_inputs, open_user_module, state_digest
@@ -135,7 +135,7 @@ def _original(
     sizes = {key: max(axis.min, min(axis.opt, _CHECKED_SIZE)) for key, axis in axes.items()}
     feeds = source.capture.draw(flow.PlannedCase(name="opt", sizes=sizes))
     oracle = arrays_of(source.capture.evaluate_in_fp64(feeds), exact=True)
-    got = FileProgram(model).run(arrays_of(feeds), FileRounding(None))
+    got = FileProgram(model).run(arrays_of(feeds))
     flow.refuse_large_error(
         "the original",
         got,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -47,8 +48,8 @@ _FP8_LEAST, _FP8_FRACTION = -6, 3  # the least exponent of E4M3, and the bits be
 _MOST_WIDE = 1 << 30  # bytes of all weights in FP64; beyond, those of GEMMs stay as they are stored
 _LARGE = 1 << 20  # numbers of a weight
 _MOST_KEPT = 1 << 28  # bytes of results inside that are kept
-# Multiplications of a product: from so many on BLAS has threads, from so many on batch elements have.
-_LARGE_PRODUCT, _SMALL_PRODUCT = 1 << 27, 1 << 22
+# Multiplications of a GEMM: from so many on BLAS has threads, from so many on batch elements have.
+_LARGE_GEMM, _SMALL_GEMM = 1 << 27, 1 << 22
 
 
 class StoredWeight(ir.LazyTensor):
@@ -73,6 +74,28 @@ def widened(operand: Any) -> Any:
     return operand.wide() if isinstance(operand, StoredWeight) else operand
 
 
+Inputs = tuple[Any, ...]
+Compute = Callable[..., Any]
+"""The outputs of a node, for its inputs one by one."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FileNode:
+    """A node of a file, and what is the same in all its runs."""
+
+    name: str
+    operator: str
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    evaluated: Any  # the node of ONNX's evaluator, with its attributes
+    constants: Mapping[int, Any]  # inputs that are constants, by position
+    dequantized: frozenset[int]  # those that were dequantized
+    quantizes_softmax: bool
+    is_inner: bool  # of a subgraph
+    has_graphs: bool
+    memory: dict[Any, Any] = field(default_factory=dict)
+
+
 class FileRounding(RoundingMode):
     """How the nodes of a file are computed."""
 
@@ -94,15 +117,15 @@ class FileRounding(RoundingMode):
         """The work of a file that rounds to a grid, once it was run; 0 of others."""
         return max(self.flops, 1) if self._on_grid else 0
 
-    def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-        """The outputs of one node of ONNX's evaluator."""
-        operator, given = node.op_type, inputs
+    def call(self, node: FileNode, run: Compute, inputs: Inputs) -> Any:
+        """The outputs of one node."""
+        operator, given = node.operator, inputs
         if operator in _MATMULS or operator in _QUANTIZED:
             inputs = tuple(self._operand(node, at, each) for at, each in enumerate(inputs))
         if operator in _ORDERED or operator in _COMPARED:
             return self._decide(node, run, inputs)
         if operator == "DequantizeLinear" and inputs[0].dtype == np.float64:  # softmax weights of a sample
-            return (inputs[0] * _along(inputs[1], inputs[0], getattr(node, "axis", 1)),)
+            return (inputs[0] * _along(inputs[1], inputs[0], getattr(node.evaluated, "axis", 1)),)
         if operator == "Attention":
             inputs = _fully_masked_alike(node, inputs)
         outputs = run(*inputs)
@@ -116,7 +139,7 @@ class FileRounding(RoundingMode):
             written = all(np.shape(each) == np.shape(outputs[0]) for each in inputs)
         return tuple(map(self.rounded_array, outputs)) if written else outputs
 
-    def _operand(self, node: Any, at: int, array: Any) -> Any:
+    def _operand(self, node: FileNode, at: int, array: Any) -> Any:
         """What a GEMM reads, rounded: constants once for all samples where every runtime has the same.
 
         Those are numbers of the precision, and weights that are dequantized, which go to the nearest ones.
@@ -128,10 +151,10 @@ class FileRounding(RoundingMode):
             return array.wide(self._bits) if is_settled else self.rounded_array(array.wide())
         return node.memory[at, self._bits] if self._is_settled(node, at, array) else self.rounded_array(array)
 
-    def _is_settled(self, node: Any, at: int, array: Any) -> bool:
+    def _is_settled(self, node: FileNode, at: int, array: Any) -> bool:
         """Whether an operand is a constant that is the same in all samples."""
-        if self._bits is None or array is not node.constants.get(at):  # another one in place of it
-            return False
+        if self._bits is None or at not in node.constants or array is not node.constants[at]:
+            return False  # the last: another one in place of the constant
         key = (at, self._bits)
         if key not in node.memory:
             if isinstance(array, StoredWeight):
@@ -142,9 +165,9 @@ class FileRounding(RoundingMode):
                 node.memory[key] = array if is_exact else near if at in node.dequantized else None
         return node.memory[key] is not None
 
-    def _accumulate(self, node: Any, given: tuple[Any, ...], inputs: tuple[Any, ...], result: Any) -> Any:
+    def _accumulate(self, node: FileNode, given: Inputs, inputs: Inputs, result: Any) -> Any:
         """The result of a GEMM with what its accumulation loses; `given` are its inputs before rounding."""
-        operator = node.op_type
+        operator = node.operator
         if not self._accumulated or operator not in ("MatMul", "Gemm") or result.dtype != np.float64:
             return result
         a, b = inputs[:2]
@@ -163,9 +186,9 @@ class FileRounding(RoundingMode):
         noise = ACCUMULATED * math.sqrt(terms) * self._accumulated * np.sqrt(np.square(result) / 3 + walk / 2)
         return result + noise * normal(result, self._seed)
 
-    def _decide(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    def _decide(self, node: FileNode, run: Compute, inputs: Inputs) -> Any:
         """A decision, whose operand is noted, and changed where that was requested."""
-        operator, axis = node.op_type, getattr(node, "axis", None)
+        operator, axis = node.operator, getattr(node.evaluated, "axis", None)
         operand, index = inputs[0], len(self.decisions)
         if not isinstance(operand, np.ndarray) or operand.dtype != np.float64:
             return run(*inputs)
@@ -203,7 +226,7 @@ class FileRounding(RoundingMode):
         self.changed = True
         return others
 
-    def _before_the_sum(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _before_the_sum(self, run: Compute) -> Compute:
         """Quantizes the weights of a softmax to FP8 as a fused kernel may.
 
         The graph has weights that were divided by their sum; a kernel rounds them before that, relative to
@@ -229,7 +252,7 @@ def _absorbed(total: np.ndarray) -> np.ndarray:
     return np.where(hidden, total.astype(np.float32), total)
 
 
-def _fully_masked_alike(node: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _fully_masked_alike(node: FileNode, inputs: Inputs) -> Inputs:
     """Attention with zeros for queries whose scores the mask absorbs: they attend to all such keys alike."""
     mask = inputs[3] if len(inputs) > 3 else None
     if mask is None or mask.dtype != np.float64 or not mask.size:
@@ -242,7 +265,7 @@ def _fully_masked_alike(node: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     if query.ndim == 4:
         query = np.where(masked, 0.0, query)
     else:  # [batch, queries, heads · size]
-        heads = query.reshape(*query.shape[:2], node.q_num_heads, -1).swapaxes(1, 2)
+        heads = query.reshape(*query.shape[:2], node.evaluated.q_num_heads, -1).swapaxes(1, 2)
         query = np.where(masked, 0.0, heads).swapaxes(1, 2).reshape(query.shape)
     return (query, *inputs[1:3], np.where(masked, mask - best, mask), *inputs[4:])
 
@@ -265,7 +288,7 @@ def _along(scale: np.ndarray, operand: np.ndarray, axis: int) -> np.ndarray:
     return np.repeat(scale, block, axis).take(np.arange(operand.shape[axis]), axis)
 
 
-def _flops(operator: str, inputs: tuple[Any, ...], result: np.ndarray) -> int:
+def _flops(operator: str, inputs: Inputs, result: np.ndarray) -> int:
     """The work of a GEMM, a convolution or an attention, from the sizes of its operands."""
     if operator in ("MatMul", "Gemm", "FusedMatMul"):
         return 2 * result.size * inputs[0].shape[-1]
@@ -277,10 +300,10 @@ def _flops(operator: str, inputs: tuple[Any, ...], result: np.ndarray) -> int:
     return 2 * result.size
 
 
-def _side_by_side(operator: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Computes a node; products of stacks of matrices on all cores, batch elements side by side.
+def _side_by_side(operator: str, run: Compute) -> Compute:
+    """Computes a node; matmuls of stacks of matrices on all cores, batch elements side by side.
 
-    Each product is the same as without: BLAS has threads of its own only where a single one is large.
+    Each GEMM is the same as without: BLAS has threads of its own only where a single one is large.
     """
     alone = on_one_thread(run)
     if operator not in ("MatMul", "Gemm", "Attention"):
@@ -289,9 +312,9 @@ def _side_by_side(operator: str, run: Callable[..., Any]) -> Callable[..., Any]:
     def compute(*inputs: Any, **options: Any) -> Any:
         first, count = inputs[0], len(inputs[0]) if np.ndim(inputs[0]) > 2 else 1
         work = _work(operator, inputs)
-        if operator != "Attention" and work >= count * _LARGE_PRODUCT:
+        if operator != "Attention" and work >= count * _LARGE_GEMM:
             return run(*inputs, **options)
-        if count == 1 or work < _SMALL_PRODUCT or (operator == "MatMul" and np.ndim(inputs[1]) > first.ndim):
+        if count == 1 or work < _SMALL_GEMM or (operator == "MatMul" and np.ndim(inputs[1]) > first.ndim):
             return alone(*inputs, **options)
 
         def of_batch(at: int, each: Any) -> bool:
@@ -311,15 +334,15 @@ def _side_by_side(operator: str, run: Callable[..., Any]) -> Callable[..., Any]:
     return compute
 
 
-def _work(operator: str, inputs: tuple[Any, ...]) -> int:
-    """How many numbers are multiplied in a product, or in the first of an attention."""
+def _work(operator: str, inputs: Inputs) -> int:
+    """How many numbers are multiplied in a matmul, or in the first of an attention."""
     a, b = inputs[:2]
     columns = {"MatMul": -1, "Gemm": -1, "Attention": -2}[operator]
     return int(a.size * (b.shape[columns] if b.ndim > 1 else 1))
 
 
-Results = Mapping[int, Any]
-"""What nodes gave in an exact run, by the node of the evaluator."""
+Results = Mapping[FileNode, Any]
+"""What nodes gave in an exact run."""
 
 
 class ExactRun(FileRounding):
@@ -327,42 +350,45 @@ class ExactRun(FileRounding):
 
     def __init__(self, most: int = _MOST_KEPT) -> None:
         super().__init__(None)
-        self.results: dict[int, Any] = {}
+        self.results: dict[FileNode, Any] = {}
         self._left = most
 
-    def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    def call(self, node: FileNode, run: Compute, inputs: Inputs) -> Any:
         """The outputs of one node."""
         outputs = super().call(node, run, inputs)
         self._left -= sum(each.nbytes for each in outputs if isinstance(each, np.ndarray))
         if self._left >= 0 and not node.has_graphs and not node.is_inner:
-            self.results[id(node)] = outputs
+            self.results[node] = outputs
         return outputs
 
 
 class ChangedRun(FileRounding):
-    """Computes a graph with changes of some of its nodes; what does not depend on these stays as it was."""
+    """Computes a graph with changes of some of its nodes; what does not depend on these stays as it was.
+
+    `changed` gives for a node how it is computed instead, from what computes it and its inputs; None for one
+    that is not changed.
+    """
 
     def __init__(
-        self, precision: Precision | None = None, seed: int = 0, results: Results = MappingProxyType({})
+        self,
+        changed: Callable[[FileNode], Callable[[Compute, Inputs], Any] | None],
+        precision: Precision | None = None,
+        seed: int = 0,
+        results: Results = MappingProxyType({}),
     ) -> None:
         super().__init__(precision, seed)
-        self._results, self._other = results, set[str]()
+        self._changed, self._results, self._other = changed, results, set[str]()
 
-    def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    def call(self, node: FileNode, run: Compute, inputs: Inputs) -> Any:
         """The outputs of one node."""
-        is_changed = self.changes_node(node)
-        if id(node) in self._results and not is_changed and self._other.isdisjoint(node.onnx_node.input):
-            return self._results[id(node)]
-        self._other.update(filter(None, node.onnx_node.output))
-        return self.call_changed(node, run, inputs) if is_changed else super().call(node, run, inputs)
-
-    def changes_node(self, node: Any) -> bool:
-        """Whether a node is changed."""
-        raise NotImplementedError
-
-    def call_changed(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-        """The outputs of a node that is changed."""
-        raise NotImplementedError
+        change = self._changed(node)
+        if change is None and node in self._results and self._other.isdisjoint(node.inputs):
+            return self._results[node]
+        self._other.update(filter(None, node.outputs))
+        compute = super().call
+        if change is None:
+            return compute(node, run, inputs)
+        return change(lambda *given: compute(node, run, given), inputs)
 
 
 def _fold_weights(model: ir.Model, stays: bool) -> set[str]:
@@ -424,37 +450,44 @@ class FileProgram:
         self._evaluator = evaluator_of(with_outputs(wide, keep) if keep else wide, stored)
         self._names = [str(value.name) for value in model.graph.outputs]
         self._names += [name for name in keep if name not in self._names]
-        self._mode = FileRounding(None)
+        self._mode = FileRounding()
         self._weights: set[str] = set()  # of softmaxes, by name
         for node in self._evaluator.rt_nodes_:
             self._follow(node)
 
     def _follow(self, node: Any, *, is_inner: bool = False) -> None:
         """Let a node of the evaluator, and those of its subgraphs, be computed by the mode."""
-        own, (inputs, outputs) = node.run, (node.onnx_node.input, node.onnx_node.output)
+        operator, inputs, outputs = node.op_type, tuple(node.onnx_node.input), tuple(node.onnx_node.output)
         fixed = self._evaluator.rt_inits_
-        node.memory = {}  # of what is the same in all runs
-        node.constants = {at: fixed[name] for at, name in enumerate(inputs) if name in fixed}
-        node.dequantized = frozenset(at for at, name in enumerate(inputs) if name in self._dequantized)
-        self._weights.update(outputs[:1] if node.op_type == "Softmax" else ())
-        self._weights.update(outputs[QK_OUTPUT:] if node.op_type == "Attention" else ())
-        node.quantizes_softmax = node.op_type == "QuantizeLinear" and inputs[0] in self._weights
+        self._weights.update(outputs[:1] if operator == "Softmax" else ())
+        self._weights.update(outputs[QK_OUTPUT:] if operator == "Attention" else ())
         inside = [each.name for each in node.onnx_node.attribute if each.type == onnx.AttributeProto.GRAPH]
-        node.is_inner, node.has_graphs = is_inner, bool(inside)
+        known = FileNode(
+            name=node.onnx_node.name,
+            operator=operator,
+            inputs=inputs,
+            outputs=outputs,
+            evaluated=node,
+            constants={at: fixed[name] for at, name in enumerate(inputs) if name in fixed},
+            dequantized=frozenset(at for at, name in enumerate(inputs) if name in self._dequantized),
+            quantizes_softmax=operator == "QuantizeLinear" and inputs[0] in self._weights,
+            is_inner=is_inner,
+            has_graphs=bool(inside),
+        )
         for name in inside:
             for inner in getattr(node, name).rt_nodes_:
                 self._follow(inner, is_inner=True)
 
-        compute = _side_by_side(node.op_type, own)
+        compute = _side_by_side(operator, node.run)
 
         def run(*inputs: Any, **options: Any) -> Any:
-            return self._mode.call(node, lambda *given: compute(*given, **options), inputs)
+            return self._mode.call(known, lambda *given: compute(*given, **options), inputs)
 
         node.run = run
 
-    def run(self, feeds: Arrays, mode: FileRounding) -> dict[str, np.ndarray]:
-        """The outputs, and the values that are kept, by name; floats in FP64."""
-        self._mode = mode
+    def run(self, feeds: Arrays, mode: FileRounding | None = None) -> dict[str, np.ndarray]:
+        """The outputs, and the values that are kept, by name; floats in FP64, exact without a mode."""
+        self._mode = mode or FileRounding()
         wide = {name: x if x.dtype.kind in "iub" else x.astype(np.float64) for name, x in feeds.items()}
         # A fully masked query is NaN before it becomes zero, which is no warning for anybody.
         with graph_code(self._title), np.errstate(all="ignore"):

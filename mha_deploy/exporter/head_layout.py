@@ -7,7 +7,6 @@ running the graph on the numbers' own positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from mha_deploy.bundle.cases import Arrays
-from mha_deploy.exporter.file_program import FileProgram, FileRounding
+from mha_deploy.exporter.file_program import Compute, FileNode, FileProgram, FileRounding, Inputs
 from mha_deploy.graph import attention_node as an
 from mha_deploy.graph.attention_node import read_attention
 from mha_deploy.graph.ir import NodeBuilder, constant, infer_shapes, input_at, is_op, made_by, rank
@@ -86,14 +85,14 @@ class _Positions(FileRounding):
     """Computes a graph with positions in place of some numbers, and notes where they arrive."""
 
     def __init__(self, begins: set[str], ends: set[str]) -> None:
-        super().__init__(None)
+        super().__init__()
         self._begins, self._ends = begins, ends
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.arrived: dict[str, tuple[Any, ...]] = {}
 
-    def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    def call(self, node: FileNode, run: Compute, inputs: Inputs) -> Any:
         """The outputs of one node."""
-        name = node.onnx_node.name
+        name = node.name
         if name in self._ends:
             self.arrived[name] = inputs
         outputs = super().call(node, run, inputs)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,15 @@ from mha_deploy.bundle.manifest import ObservedRecord, Perturbation, UnfusedReco
 from mha_deploy.bundle.sizes import MASKS, PROBE
 from mha_deploy.errors import DeployError
 from mha_deploy.exporter.coarse import CoarseMistakes
-from mha_deploy.exporter.file_program import ChangedRun, ExactRun, FileProgram, FileRounding, Results
+from mha_deploy.exporter.file_program import (
+    ChangedRun,
+    Compute,
+    ExactRun,
+    FileNode,
+    FileProgram,
+    FileRounding,
+    Inputs,
+)
 from mha_deploy.graph.attention_node import heads_of, is_attention
 from mha_deploy.graph.fuse.leftover import cores_of
 from mha_deploy.graph.roles import MOVES
@@ -64,27 +73,24 @@ def attention_values(
     return found
 
 
-class _Perturbed(ChangedRun):
-    """Computes a graph in FP64 with one of its attentions perturbed.
+class _Perturbed:
+    """One attention of a graph, perturbed.
 
     Of one that is no node of the graph, `weights` is the value that has its weights.
     """
 
-    def __init__(self, name: str, kind: Perturbation, weights: str | None, results: Results) -> None:
-        super().__init__(results=results)
+    def __init__(self, name: str, kind: Perturbation, weights: str | None) -> None:
         self._name, self._kind, self._weights = name, kind, weights
         self.applied = False
 
-    def changes_node(self, node: Any) -> bool:
-        """Whether a node is perturbed."""
+    def change(self, node: FileNode) -> Callable[[Compute, Inputs], Any] | None:
+        """How a node is computed instead, if it is one that is perturbed."""
         if self._weights is not None:
-            return self._weights in node.onnx_node.output
-        return bool((node.op_type, node.onnx_node.name) == ("Attention", self._name))
+            return self._without_node if self._weights in node.outputs else None
+        is_changed = (node.operator, node.name) == ("Attention", self._name)
+        return partial(self._in_node, node.evaluated) if is_changed else None
 
-    def call_changed(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
-        """The outputs of a node that is perturbed."""
-        if self._weights is not None:
-            return self._without_node(run, inputs)
+    def _in_node(self, node: Any, run: Compute, inputs: Inputs) -> Any:
         self.applied = True
         if self._kind is Perturbation.SCALE:
             return run(inputs[0] * _SCALE, *inputs[1:])
@@ -97,7 +103,7 @@ class _Perturbed(ChangedRun):
             others[_WEIGHTS] = self._zero(others[_WEIGHTS], count)
         return (self._zero(heads, count), *others)
 
-    def _without_node(self, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    def _without_node(self, run: Compute, inputs: Inputs) -> Any:
         """The weights of an attention that is no node: scores come in, by head on the second axis."""
         scores, *others = inputs
         self.applied = True
@@ -124,7 +130,7 @@ class _Perturbed(ChangedRun):
             changed[first] = 0
         return changed
 
-    def _without_mask(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    def _without_mask(self, node: Any, run: Compute, inputs: Inputs) -> Any:
         masks = [i for i in (_MASK, _LENGTHS) if len(inputs) > i and inputs[i] is not None]
         self.applied = bool(masks or node.is_causal)
         given = tuple(None if i in masks else each for i, each in enumerate(inputs))
@@ -208,12 +214,12 @@ def _observe(
                 for kind in before.hidden:
                     if time.monotonic() > deadline:
                         return list(found.values())
-                    mode = _Perturbed(name, kind, weights.get(name), exact.results)
-                    wrong = is_wrong(case, mode)
-                    tried |= {(name, kind)} if mode.applied else set()
+                    perturbed = _Perturbed(name, kind, weights.get(name))
+                    wrong = is_wrong(case, ChangedRun(perturbed.change, results=exact.results))
+                    tried |= {(name, kind)} if perturbed.applied else set()
                     # Else it has no mask, or no call of it; of scores, another case may have masked ones.
-                    if mode.applied or before.case or name in weights:
-                        (shown if wrong and mode.applied else hidden).append(kind)
+                    if perturbed.applied or before.case or name in weights:
+                        (shown if wrong and perturbed.applied else hidden).append(kind)
                 if shown or hidden:  # else it did not run: it may be in a branch that was not taken
                     found[name] = ObservedRecord(
                         name=name, case=before.case or case.name, shown=shown, hidden=hidden

@@ -28,6 +28,7 @@ from mha_deploy.model.spec import (
     Sizes,
     TensorSpec,
     new_token_axis,
+    two_sizes,
 )
 from mha_deploy.reference.inputs import draw_lengths, rounded, seeded_generator
 from mha_deploy.reference.weights import read_state
@@ -161,17 +162,9 @@ def _check(given: Deployable, reference: str, name: str) -> UserModule:
     if unused := [axis for axis in axes if axis not in used]:
         hint = "name it in an Example, or leave it out"
         raise ExportError("No input has such an axis.", got=", ".join(unused), hint=hint)
-    found: dict[str, tuple[str, int]] = {}  # one axis has one size in all examples
-    for key, example in given.inputs.items():
-        for dim, size in zip(dims[key], example.tensor.shape, strict=True):
-            other, before = found.setdefault(dim, (key, size)) if isinstance(dim, str) else (key, size)
-            if before != size:
-                got = f"{before} in {other}, {size} in {key}"
-                raise ExportError(
-                    f"Axis {dim} has two sizes in the examples.",
-                    got=got,
-                    hint="examples of one size, or two axes",
-                )
+    if (found := two_sizes(dims, {key: each.tensor.shape for key, each in given.inputs.items()})) is not None:
+        what, hint = f"Axis {found[0]} has two sizes in the examples.", "examples of one size, or two axes"
+        raise ExportError(what, got=found[1], hint=hint)
     _check_positions(placing, given.inputs, dims)
     _check_forward(given.module, given.inputs)
     if not all(isinstance(each, str) and each for each in given.outputs):

@@ -25,7 +25,7 @@ from mha_deploy.bundle.manifest import LossLayer, LossPoint, LossRecord
 from mha_deploy.bundle.sizes import PlannedCase
 from mha_deploy.errors import DeployError, ExportError, LossExceeded
 from mha_deploy.exporter.compress import FEW, Compression, LossSums, Original, Samples, measure_loss, prepared
-from mha_deploy.exporter.file_program import FileProgram, FileRounding
+from mha_deploy.exporter.file_program import Compute, FileNode, FileProgram, FileRounding, Inputs
 from mha_deploy.exporter.flow import refuse_large_error
 from mha_deploy.exporter.head_layout import in_plain_form
 from mha_deploy.graph import attention_node as an
@@ -205,13 +205,13 @@ class _Gram(FileRounding):
     """Computes a graph in FP64 and adds up how alike the results of the heads of each attention are."""
 
     def __init__(self, heads: Mapping[str, _PrunableHeads], sums: dict[str, np.ndarray]) -> None:
-        super().__init__(None)
+        super().__init__()
         self._heads, self._sums = heads, sums
 
-    def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    def call(self, node: FileNode, run: Compute, inputs: Inputs) -> Any:
         """The outputs of one node."""
         outputs = super().call(node, run, inputs)
-        if node.op_type == "Attention" and (each := self._heads.get(node.onnx_node.name)) is not None:
+        if node.operator == "Attention" and (each := self._heads.get(node.name)) is not None:
             flat = _by_unit(outputs[0], each.Hkv).reshape(each.Hkv, -1)
             self._sums[each.name] = self._sums.get(each.name, 0.0) + flat @ flat.T
         return outputs
@@ -234,16 +234,16 @@ class _Removed(FileRounding):
     def __init__(
         self, heads: Mapping[str, _PrunableHeads], partners: Mapping[str, Mapping[int, tuple[int, float]]]
     ) -> None:
-        super().__init__(None)
+        super().__init__()
         self._heads, self._partners = heads, partners
 
-    def call(self, node: Any, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
+    def call(self, node: FileNode, run: Compute, inputs: Inputs) -> Any:
         """The outputs of one node."""
         outputs = super().call(node, run, inputs)
-        partners = self._partners.get(node.onnx_node.name) if node.op_type == "Attention" else None
+        partners = self._partners.get(node.name) if node.operator == "Attention" else None
         if not partners:
             return outputs
-        units = _by_unit(outputs[0], self._heads[node.onnx_node.name].Hkv).copy()
+        units = _by_unit(outputs[0], self._heads[node.name].Hkv).copy()
         for unit, (partner, factor) in partners.items():
             units[unit] = factor * units[partner]
         return (_from_units(units, outputs[0].shape), *outputs[1:])
@@ -289,7 +289,7 @@ def prune(
         for sample in chosen_by:
             on_step(f"heads: {sample.name}")
             program.run(sample.inputs, _Gram(found, gram))
-        true = [program.run(sample.inputs, FileRounding(None)) for sample in few]
+        true = [program.run(sample.inputs) for sample in few]
 
         def loss(removed: Sequence[Unit]) -> float:
             sums: dict[str, LossSums] = {}
@@ -314,7 +314,7 @@ def prune(
         smaller = FileProgram(model)
         for sample in few:  # the graph must be what was tried
             wanted = program.run(sample.inputs, _Removed(found, partners))
-            got = smaller.run(sample.inputs, FileRounding(None))
+            got = smaller.run(sample.inputs)
             what = "The graph with fewer heads does not compute what was tried."
             refuse_large_error(sample.name, got, wanted, _SAME, what, "report this, with the model")
         outputs, _, judged, count = measure_loss(original.model, model, held_out, {}, figure, on_step)
@@ -383,7 +383,7 @@ def _in_plain_form(original: Original, model: ir.Model) -> ir.Model:
     sizes = {name: min(axis.max, max(axis.min, 2 + at)) for at, (name, axis) in enumerate(axes)}
     inputs = original.draw(PlannedCase(name="layout", sizes=sizes))
     plain = in_plain_form(model, others, inputs)
-    got, wanted = (FileProgram(each).run(inputs, FileRounding(None)) for each in (plain, model))
+    got, wanted = (FileProgram(each).run(inputs) for each in (plain, model))
     what = "The graph with separate projections does not compute the same."
     refuse_large_error("layout", got, wanted, _SAME, what, "report this, with the model")
     return plain
@@ -472,13 +472,13 @@ def pool(
                 raise DeployError(what, got=kv_heads, hint=f"one of {known}")
         chosen_by, held_out, is_held_out = samples.split()
         few, program = list(islice(chosen_by, FEW)), FileProgram(original.model)
-        true = [program.run(sample.inputs, FileRounding(None)) for sample in few]
+        true = [program.run(sample.inputs) for sample in few]
         alone: dict[str, float] = {}
         for name in found:
             on_step(f"sensitivity: {name}")
             tried, sums = FileProgram(_pooled(original.model, [name], kv_heads)), dict[str, LossSums]()
             for sample, right in zip(few, true, strict=True):
-                for output, array in tried.run(sample.inputs, FileRounding(None)).items():
+                for output, array in tried.run(sample.inputs).items():
                     sums.setdefault(output, LossSums()).add(right[output], array)
             alone[name] = max((each.loss for each in sums.values()), default=0.0)
         model = _pooled(original.model, list(found), kv_heads)

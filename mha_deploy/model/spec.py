@@ -85,6 +85,22 @@ def are_within(sizes: Sizes, axes: Axes) -> bool:
     return all(axes[name].min <= size <= axes[name].max for name, size in sizes.items() if name in axes)
 
 
+def two_sizes(
+    dims: Mapping[str, Sequence[Any]], shapes: Mapping[str, Sequence[int]]
+) -> tuple[str, str] | None:
+    """An axis with one size in one tensor and another in the next, and these sizes; None if there is none.
+
+    Both arguments are by tensor; an axis is a dimension with a name.
+    """
+    first: dict[str, tuple[int, str]] = {}
+    for tensor, named in dims.items():
+        for axis, size in zip(named, shapes[tensor], strict=False):
+            before, other = first.setdefault(axis, (size, tensor)) if isinstance(axis, str) else (size, "")
+            if before != size:
+                return axis, f"{before} in {other}, {size} in {tensor}"
+    return None
+
+
 def check_axis(name: str, axis: Axis) -> None:
     """Refuse an axis of size 0, unless it is the past: a KV cache begins empty."""
     what, got = "An axis needs three whole numbers of at least 1.", f"{name} = {axis}" if name else axis

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from mha_deploy.errors import DeployError
+from mha_deploy.model.spec import two_sizes
 
 if TYPE_CHECKING:
     from mha_deploy.runtime.timing import Timing, TimingPlan
@@ -87,9 +88,13 @@ class Runner(Closing, ABC):
         try:
             return self._run(checked)
         except DeployError as error:
-            if (found := _two_sizes(self.inputs, feeds)) is not None:
-                raise found from error
-            raise
+            dims = {name: info.dims for name, info in self.inputs.items()}
+            found = two_sizes(dims, {name: array.shape for name, array in feeds.items()})
+            if found is None:
+                raise
+            axis, got = found
+            hint = f"one size of {axis} everywhere"
+            raise DeployError(f"Axis {axis} has two sizes.", got=got, hint=hint) from error
 
     def checked(self, feeds: Arrays) -> Arrays:
         """The inputs as the runtime takes them; refused for other names, types or shapes."""
@@ -127,19 +132,6 @@ def check_feeds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:
         fixed = [(size, dim) for size, dim in zip(shape, info.dims, strict=False) if isinstance(dim, int)]
         if len(shape) != len(info.dims) or any(size != dim for size, dim in fixed):
             raise DeployError(f"Input {name} has the wrong shape.", got=shape, hint=str(info.dims))
-
-
-def _two_sizes(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> DeployError | None:
-    """Why a run may have failed: an axis that has one size in one input and another in the next."""
-    sizes: dict[str, tuple[int, str]] = {}
-    for name, info in inputs.items():
-        for size, dim in zip(feeds[name].shape, info.dims, strict=False):
-            if isinstance(dim, str) and sizes.setdefault(dim, (size, name))[0] != size:
-                got = f"{sizes[dim][0]} in {sizes[dim][1]}, {size} in {name}"
-                return DeployError(
-                    f"Axis {dim} has two sizes.", got=got, hint=f"one size of {dim} everywhere"
-                )
-    return None
 
 
 def check_kinds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:

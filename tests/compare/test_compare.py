@@ -365,7 +365,7 @@ def test_thresholds_are_options():
     assert md.compare(passing(), new, **limits).passed
     for name in limits:
         assert not md.compare(passing(), new, **{key: limits[key] for key in limits if key != name}).passed
-    with pytest.raises(md.DeployError, match="No such threshold"):
+    with pytest.raises(TypeError, match="speed"):
         md.compare(passing(), new, speed=1)
     with pytest.raises(md.DeployError, match="negative"):
         md.compare(passing(), new, error=-0.1)

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from mha_deploy.engine.build import judge_engine
+from mha_deploy.engine.build import judge_engine, with_plugin_roles
 from mha_deploy.engine.engine import default_profiles, profile_names, profile_shapes
 from mha_deploy.engine.lowered import check_eligibility, native_dialect, targets_of
 from mha_deploy.exporter.exporter import canonical_from_module
@@ -72,7 +72,7 @@ def decoder(request, cache, tmp_path_factory):
         options=EngineOptions(targets="8.9"),
     )
     built = build_engine(rt, wanted)
-    verdict = judge_engine(built, lowered, model, "fp16", len(profiles))
+    verdict = judge_engine(with_plugin_roles(built, lowered), lowered, model, "fp16", len(profiles))
     for file in path.parent.iterdir():  # hundreds of megabytes
         file.unlink()
     return Decoder(

@@ -29,7 +29,7 @@ from onnx.backend.test.case.node import _NodeTestCases
 from onnx.backend.test.runner import Runner
 from rtx_engines import build_rtx
 
-from mha_deploy.engine.build import judge_engine
+from mha_deploy.engine.build import judge_engine, with_plugin_roles
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import LoweringError
@@ -265,7 +265,7 @@ def test_one_engine_is_fused_for_prompt_and_token(kind: str, dialect: str, optio
     lowered = lower(model, dialect, **options)
     profiles = [shapes(lowered, sizes) for sizes in (PREFILL, DECODE)]
     built = build_rtx(lowered, profiles=profiles, targets="8.9")
-    verdict = judge_engine(built, lowered, model, "fp16", len(profiles))
+    verdict = judge_engine(with_plugin_roles(built, lowered), lowered, model, "fp16", len(profiles))
     assert [(node.profile, node.status) for node in verdict.nodes] == [(0, "fused"), (1, "fused")]
     fused = {(k.profile, k.name.split("_myl")[0]) for k in built.kernels["log"] if k.is_fused_attention}
     # Folded heads are several rows of one head, also for one token.

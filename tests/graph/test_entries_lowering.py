@@ -21,7 +21,7 @@ from decode_graphs import (
 from decode_models import Layer, dynamic, feeds, fixed
 from rtx_engines import build_rtx
 
-from mha_deploy.engine.build import judge_engine
+from mha_deploy.engine.build import judge_engine, with_plugin_roles
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.cache import ENTRIES_NOTE, noted_caches
 from mha_deploy.graph.rules import check_operators, target_from
@@ -248,7 +248,7 @@ def test_one_engine_serves_prompt_and_token() -> None:
     lowered = lower(model, "primitives")
     profiles = [shapes(lowered, sizes) for sizes in (PREFILL, DECODE)]
     built = build_rtx(lowered, profiles=profiles, targets="8.9")
-    verdict = judge_engine(built, lowered, model, "fp16", len(profiles))
+    verdict = judge_engine(with_plugin_roles(built, lowered), lowered, model, "fp16", len(profiles))
     # Two matmuls that meet in one softmax are no attention to the builder.
     assert [(node.profile, node.status) for node in verdict.nodes] == [(0, "decomposed"), (1, "decomposed")]
     assert not [message for message in built.warnings if "Unused Input" in message]

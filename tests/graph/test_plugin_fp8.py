@@ -13,7 +13,7 @@ from conformance import run_in_reference
 from plugin_layers import FP16, model_of, node, operators, random_inputs, weights
 
 import mha_deploy as md
-from mha_deploy.engine.build import judge_engine
+from mha_deploy.engine.build import judge_engine, with_plugin_roles
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
 from mha_deploy.exporter.samples import sample_case
 from mha_deploy.graph.ir import new_initializer
@@ -76,7 +76,7 @@ def own(model: ir.Model, op_type: str) -> list[dict[str, Any]]:
 def relative(model: ir.Model, lowered: ir.Model, inputs: dict[str, np.ndarray] | None = None) -> float:
     """How far a lowered graph is from the graph in FP64."""
     given = random_inputs(model, {"B": 2, "S": 5}) if inputs is None else inputs
-    (want,) = FileProgram(model).run(given, FileRounding(None)).values()
+    (want,) = FileProgram(model).run(given).values()
     (got,) = run_in_reference(ir.to_proto(lowered), given)
     return float(np.linalg.norm(got.astype(np.float64) - want) / np.linalg.norm(want))
 
@@ -197,7 +197,7 @@ def test_samples_of_rounding_show_weights_that_are_rounded_before_their_sum() ->
     kept = [each.name for each in gemm_layers(plain) if each.activation != "h"]
     model = attended(plain, kept)
     program, inputs = FileProgram(model), random_inputs(model, {"B": 2, "S": 200})
-    (exact,) = program.run(inputs, FileRounding(None)).values()
+    (exact,) = program.run(inputs).values()
 
     def apart(given: np.ndarray) -> float:
         return float(np.linalg.norm(given.astype(np.float64) - exact) / np.linalg.norm(exact))
@@ -284,7 +284,7 @@ def precision_of(
 ) -> PrecisionVerdict:
     kernels = {"inspector": tuple(kernels_from_inspector(layers_of(lowered, told=told)))}
     built = BuiltEngine(plan=b"", seconds=0.0, strongly_typed=False, kernels=kernels)
-    return judge_engine(built, lowered, canonical, "fp16", 1, in_fp8).precision
+    return judge_engine(with_plugin_roles(built, lowered, in_fp8), lowered, canonical, "fp16", 1).precision
 
 
 def test_the_verdict_of_an_engine_names_gemms_in_fp8() -> None:

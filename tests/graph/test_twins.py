@@ -8,7 +8,7 @@ from attention_models import attention
 from rtx_engines import build_rtx
 
 from mha_deploy.bundle.cases import golden_cases
-from mha_deploy.engine.build import judge_engine
+from mha_deploy.engine.build import judge_engine, with_plugin_roles
 from mha_deploy.engine.engine import profile_shapes
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import load_graph
@@ -125,7 +125,7 @@ def built(bundle, lowered):
         targets="8.9",
     )
     canonical = load_graph(bundle.model_path)
-    verdict = judge_engine(engine, lowered, canonical, manifest.precision.name, 1)
+    verdict = judge_engine(with_plugin_roles(engine, lowered), lowered, canonical, manifest.precision.name, 1)
     return engine, [node.status for node in verdict.nodes]
 
 

@@ -11,7 +11,7 @@ from conformance import run_in_ort, run_in_reference
 from onnx import helper
 from rtx_engines import build_rtx
 
-from mha_deploy.engine.build import judge_engine
+from mha_deploy.engine.build import judge_engine, with_plugin_roles
 from mha_deploy.graph.attention_node import MASK, attention_nodes
 from mha_deploy.graph.ir import NodeBuilder, input_at
 from mha_deploy.graph.lower import lower
@@ -134,7 +134,7 @@ def test_every_attention_of_an_engine_is_fused(whole, dialect) -> None:
         for key, axes in small.MODELS[name].inputs.items()
     }
     built = build_rtx(lowered, profiles=[profile], targets="89")
-    verdict = judge_engine(built, lowered, model, "fp16", 1)
+    verdict = judge_engine(with_plugin_roles(built, lowered), lowered, model, "fp16", 1)
     count = small.MODELS[name].attentions
     assert verdict.fused_count == (count, count)
     assert verdict.precision.has_requested_types, verdict.precision
