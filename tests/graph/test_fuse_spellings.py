@@ -440,6 +440,33 @@ def parts_of_keys(g):
     return g.op("Add", *(g.op("MatMul", one, other) for one, other in zip(own, v, strict=True)))
 
 
+def parts_of_which_one_is_masked(g, mask):
+    """The scores of a past, which all queries see, and of the present."""
+    past = [g.input(name, (B, H, 3, D)) for name in ("past_k", "past_v")]
+    keys = [g.op("Transpose", each, perm=[0, 1, 3, 2]) for each in (past[0], "k")]
+    scores = [g.op("MatMul", "q", each) for each in keys]
+    weights = g.op("Softmax", g.op("Concat", scores[0], mask(scores[1]), axis=-1))
+    own = [
+        g.op("Slice", weights, g.ints(first), g.ints(last), g.ints(3))
+        for first, last in ((0, 3), (3, 2**63 - 1))
+    ]
+    return g.op("Add", *(g.op("MatMul", *pair) for pair in zip(own, (past[1], "v"), strict=True)))
+
+
+def parts_with_a_bias_for_one(g):
+    return parts_of_which_one_is_masked(g, lambda scores: g.op("Add", scores, g.input("bias", (S, S))))
+
+
+def parts_with_a_triangle_for_one(g):
+    shown = g.const(np.tri(S, dtype=bool)[None, None], bool)
+    return parts_of_which_one_is_masked(g, lambda scores: g.op("Where", shown, scores, g.const(-np.inf)))
+
+
+def parts_with_a_hidden_key_for_one(g):
+    below = g.op("Not", keep(g))
+    return parts_of_which_one_is_masked(g, lambda scores: g.op("Where", below, g.const(-np.inf), scores))
+
+
 def steps_that_change_nothing(g):
     scores = g.op("Clip", g.op("Where", g.const(True, bool), g.scores(), g.const(0.0)))
     scores = g.op("Max", g.op("Pow", g.op("Sum", scores), g.const(1.0)), g.const(-np.inf))
@@ -558,6 +585,7 @@ SPELLINGS += [blended_with_numbers_of_keys, masked_behind_a_number_near_to_score
 SPELLINGS += [masked_behind_a_number_among_scores, filled_with_zeros_like_the_scores]
 SPELLINGS += [over_a_copied_sum, over_a_sum_by_ones, over_a_sum_of_squares, less_reduced_logarithm]
 SPELLINGS += [divided_behind_moves, queries_without_weights, parts_of_keys, steps_that_change_nothing]
+SPELLINGS += [parts_with_a_bias_for_one, parts_with_a_triangle_for_one, parts_with_a_hidden_key_for_one]
 SPELLINGS += [less_a_maximum_of_another_shape, bounded_far_out, ones_beside_values, over_the_mean, in_chunks]
 SPELLINGS += [weights_times_numbers_of_keys, normed_scores, powers_times_numbers, weights_beside_others]
 SPELLINGS += [powers_times_numbers_divided_behind, weights_less_their_mean]
@@ -1162,6 +1190,14 @@ def test_convolutions_with_keys_and_values():
     weights = g.op("Reshape", weights, g.ints(1, H * 5, -1, 1))
     values = g.op("Reshape", "v", g.ints(H * D, 5, 1, 1))
     check_heads(g, g.op("Conv", weights, values, group=H), (H, H))
+
+
+def test_convolutions_with_keys_and_values_of_one_head():
+    """The softmax runs over the channels, beside an axis of size 1."""
+    g = axes_of({name: (1, D, 1, S) for name in "qkv"})
+    scores = g.op("Conv", "q", g.op("Transpose", "k", perm=[3, 1, 0, 2]))
+    weights = g.op("Softmax", g.op("Add", scores, g.input("bias", (1, S, 1, 1))), axis=1)
+    check_heads(g, g.op("Conv", weights, g.op("Transpose", "v", perm=[1, 3, 0, 2])), (1, 1))
 
 
 def test_keys_that_are_padded_to_a_number():

@@ -147,38 +147,42 @@ def fuse_attention(
         unnamed = values.name_inputs(work)
         named = [each.shape if values.own_names(work) else None for each in work.graph.outputs]
         own = foreign.without_fused_matmuls(work)
-        entered = values.infer_sizes(work)
+        inferred = [values.infer_sizes(work)]
         written_out = foreign.without_attentions(work)
-        if written_out:
-            values.infer_sizes(work)
+        inferred += [values.infer_sizes(work)] if written_out else []
         stated_results = [each.shape for each in work.graph.outputs]
         fixed = values.fix_sizes(work)
+        inferred += [values.infer_sizes(work)] if fixed else []
         foreign.as_matmuls(own)
-        fusion = _Fusion(work, verify)
+        fusion = _Fusion(work, verify, any(each.of_run for each in inferred))
         fusion.run()
+        before: dict[ir.Value, ir.Shape | None] = {**fixed, **unnamed}
+        before |= dict.fromkeys(value for each in inferred for value in each.entered)
         if not (fusion.report.fused or fusion.report.repairs or fusion.renamed):
             if work is not copy or own or written_out or fusion.respelled:
                 return again(), fusion.report
             for value, kind, shape in stated:  # another copy would take as long as all this
                 value.type, value.shape = kind, shape
-            for value, shape in (fixed | unnamed | dict.fromkeys(entered)).items():
+            for value, shape in before.items():
                 value.shape = shape
             return work, fusion.report
         values.raise_opset(work)
-        values.infer_sizes(work, only_missing=True)
+        inferred.append(values.infer_sizes(work, only_missing=True))
         for value, own_shape, shape in zip(work.graph.outputs, named, stated_results, strict=True):
             value.shape = own_shape if own_shape is not None else shape if fixed else value.shape
-        for value, shape in (fixed | unnamed | dict.fromkeys(entered)).items():
+        for value, shape in before.items():
             value.shape = shape
-        values.forget_cuts(work)
+        if any(each.of_run for each in inferred):
+            values.forget_sizes_of_run(work)
         return refuse_invalid(work, again, "The graph with its attentions fused"), fusion.report
 
 
 class _Fusion:
     """What became of the nodes of a model."""
 
-    def __init__(self, model: ir.Model, verify: bool) -> None:
+    def __init__(self, model: ir.Model, verify: bool, of_run: bool) -> None:
         self._model, self._verify = model, verify
+        self._of_run = of_run  # whether sizes have names that only a run knows
         # Every beginning of a name before a slash: new names must not begin like others.
         given = (each for graph in graphs_of(model) for each in (*graph.inputs, *graph.initializers.values()))
         names = names_in(model) | {str(each.name) for each in given}
@@ -279,34 +283,41 @@ class _Fusion:
         self._add_layer(record.name)
 
     def _compare(
-        self, old: list[ir.Value], new: list[ir.Value], border: Boundary, weights: ir.Value | None = None
+        self,
+        old: list[ir.Value],
+        new: list[ir.Value],
+        border: Boundary,
+        weights: ir.Value | None = None,
+        *,
+        in_file: bool = True,
     ) -> tuple[str, ...]:
         """What new nodes compute differently on purpose; refused where they do not compute the same.
 
-        Values that only a rewrite has are compared where it ends, once. What else it takes is drawn there,
-        all but the weights.
+        They are compared with the nodes of the file; where not `in_file`, with the graph as it is. Values
+        that only a rewrite has are compared where it ends, once. What else it takes is drawn there, all but
+        the weights.
         """
         if not self._verify:
             return ()
-        results, others = list[ir.Value](), dict[ir.Value, float | None]()
-        for value in old:
+        results, others = [] if in_file else list(old), dict[ir.Value, float | None]()
+        for value in old if in_file else ():
             ends, taken = self._spelling.ends_of(value)
             proved = self._proved.issuperset(ends)
             results += [value] if proved else ends
             others |= {} if proved else {each: 1.0 for each in taken if each is not weights}
         if results != old:
             border = replace(border, drawn={**self._spelling.drawn_in_file(others), **border.drawn})
-        region = Region(results, border, self._spelling, in_file=True)
+        region = Region(results, border, self._spelling, in_file=in_file)
         if region.key not in self._compared:
             opset, instead = self._model.opset_imports.get("", 1), dict(zip(old, new, strict=True))
             # Sizes that a run computes may not fit to what is drawn: then they are chosen as well.
-            chosen = replace(border, chosen=True) if values.has_cuts(self._model) else None
+            chosen = replace(border, chosen=True) if self._of_run else None
             for each in filter(None, (border, chosen)):
                 try:
                     with _failures_as_refusals():
                         one = region
                         if each is chosen:
-                            one = Region(results, each, self._spelling, in_file=True)
+                            one = Region(results, each, self._spelling, in_file=in_file)
                         other = Region(results, each, self._spelling, in_file=False, instead=instead)
                         filled = compare(one, other, each, opset)
                         self._compared[region.key] = (FULLY_MASKED,) if filled else ()
@@ -377,8 +388,7 @@ class _Fusion:
             try:
                 with self._discarded_on_failure(builder):
                     new, shared = rotary.write_rotary(found, builder, tables)
-                    if self._verify:
-                        self._compare_as_they_are(value, new, found.border)
+                    self._compare([value], [new], found.border, in_file=False)
             except NotFused as refusal:
                 self._note(builder.prefix, [f"left as it was: {refusal.in_one_line}"])
                 pending += node.inputs
@@ -390,19 +400,6 @@ class _Fusion:
         if written:
             write.remove_unused(loose, constants=True)
             sort(self._model.graph)
-
-    def _compare_as_they_are(self, old: ir.Value, new: ir.Value, border: Boundary) -> None:
-        """Refuse a new value that is not the same as an old one, both computed by the graph as it is."""
-        region = Region([old], border, self._spelling, in_file=False)
-        if region.key not in self._compared:
-            try:
-                other = Region([new], border, self._spelling, in_file=False)
-                compare(region, other, border, self._model.opset_imports.get("", 1))
-                self._compared[region.key] = ()
-            except NotFused as refusal:
-                self._compared[region.key] = refusal
-        if isinstance(known := self._compared[region.key], NotFused):
-            raise known
 
     def _add_layer(self, name: str) -> None:
         self._order.append(name)

@@ -351,7 +351,7 @@ def _before_interleave(operand: Operand, head: str) -> Operand | None:
         if not same_dims(flat[1:], (sizes_of(copied) or ())[-2:]) or head in axes[-2:]:
             return None
         axes, result = (*axes[:-2], axes[-1], axes[-2]), [*result[:-2], result[-1], result[-2]]
-    thin, wide = _before_copies(copied), sizes_of(copied)
+    thin, wide = _source_of_copies(copied), sizes_of(copied)
     if thin is None or wide is None or len(wide) != len(result) + 1 or head not in axes:
         return None
     at = axes.index(head)
@@ -372,7 +372,7 @@ def _before_interleave(operand: Operand, head: str) -> Operand | None:
     return replace(operand, value=source, axes=tuple(filter(None, axes)), group=operand.group * group)
 
 
-def _before_copies(value: ir.Value | None) -> ir.Value | None:
+def _source_of_copies(value: ir.Value | None) -> ir.Value | None:
     """What Expand or Tile copies, or Concat joins with itself."""
     node = made_by(value, "Expand", "Tile", "Concat")
     first = input_at(node, 0)
@@ -389,7 +389,7 @@ def _before_copies(value: ir.Value | None) -> ir.Value | None:
 
 def _before_expand(operand: Operand, head: str) -> Operand | None:
     """One head, before it was copied to all of them."""
-    inner = _before_copies(operand.value)
+    inner = _source_of_copies(operand.value)
     result, source = sizes_of(operand.value), sizes_of(inner)
     if inner is None or result is None or source is None or head not in operand.axes:
         return None
@@ -1182,6 +1182,7 @@ def _letters(
     values, result = "".join(second.axes[1 - position]), "".join(second.out)
     keys = set(axes[axis])
     summed = {letter for letter in values if letter in "".join(axes) and letter not in result}
+    keys |= {letter for letter in summed if sizes.get(letter) == 1}  # a Reshape may have joined them
     sides = [keys <= set(each) for each in (left, right)]
     if sides[0] == sides[1] or keys & (set(left) & set(right)) or summed != keys:
         raise NotExpressible(f"The softmax runs over axis {axis}, the matmul with V sums over another.")

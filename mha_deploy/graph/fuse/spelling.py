@@ -1500,26 +1500,16 @@ _WITH_KEYS = ("MatMul", "Mul", "Div", "Add", "Where")
 
 
 def _all_keys(parts: Sequence[ir.Value | None], like: ir.Value, builder: NodeBuilder) -> ir.Value | None:
-    """The scores that parts of them are, where each is computed in the same way."""
+    """The scores that parts of them are, where each is computed in the same way; some may have no mask."""
     nodes = [node for each in parts if (node := made_by(each, *_WITH_KEYS)) is not None]
-    if len(nodes) < len(parts) or any(node.op_type != nodes[0].op_type for node in nodes):
+    masked = next((node for node in nodes if is_op(node, "Add", "Where")), None)
+    if len(nodes) < len(parts) or any(None in node.inputs for node in nodes):
         return None
-    first, second, *third = zip(*(node.inputs for node in nodes), strict=True)
-    if None in (*first, *second):
+    if masked is not None:
+        return _all_masked(masked, nodes, like, builder)
+    first, second = zip(*(node.inputs for node in nodes), strict=True)
+    if any(node.op_type != nodes[0].op_type for node in nodes):
         return None
-    if is_op(nodes[0], "Where"):
-        numbers, shown = [scalar_of(each) for each in (*second, *third[0])], scalar_of(second[0]) is None
-        numbers = numbers[len(nodes) :] if shown else numbers[: len(nodes)]
-        inner = _all_keys(second if shown else third[0], like, builder)
-        masks = _joined(first, -1, builder, [node.outputs[0] for node in nodes])
-        if inner is None or masks is None or numbers[0] is None or len(set(numbers)) != 1:
-            return None
-        other = (third[0] if shown else second)[0]
-        return _like(builder, like, "Where", masks, *((inner, other) if shown else (other, inner)))
-    if is_op(nodes[0], "Add"):  # each with its mask
-        inner = _all_keys(first, like, builder)
-        masks = _joined(second, -1, builder, [node.outputs[0] for node in nodes])
-        return None if inner is None or masks is None else _like(builder, like, "Add", inner, masks)
     if is_op(nodes[0], "MatMul"):
         keys = _joined(second, -1, builder)
         same = keys is not None and all(same_value(each, first[0]) for each in first)
@@ -1528,6 +1518,37 @@ def _all_keys(parts: Sequence[ir.Value | None], like: ir.Value, builder: NodeBui
     if inner is None or scalar_of(second[0]) is None:
         return None
     return _like(builder, like, nodes[0].op_type, inner, second[0])  # type: ignore[arg-type]
+
+
+def _all_masked(
+    masked: ir.Node, nodes: Sequence[ir.Node], like: ir.Value, builder: NodeBuilder
+) -> ir.Value | None:
+    """The same where the scores of some keys, or of all, have a mask; the others get one that hides none."""
+    adds = is_op(masked, "Add")
+    at = 0 if adds else 1 if scalar_of(masked.inputs[1]) is None else 2
+    mask, numbers, masks = masked.inputs[int(adds)], set[float | None](), list[ir.Value | None]()
+    rows, dtype = sizes_of(mask), None if mask is None else mask.dtype
+    if mask is None or not rows or dtype is None:
+        return None
+    nothing = builder.constant(0.0 if adds else at == 1, dtype)
+    for node in nodes:
+        if node.op_type == masked.op_type:
+            masks.append(node.inputs[int(adds)])
+            numbers.add(None if adds else scalar_of(node.inputs[3 - at]))
+            continue
+        scores, lead = node.outputs[0], builder.op("Shape", mask, end=-1)
+        shape = builder.op("Concat", lead, builder.op("Shape", scores, start=-1), axis=0)
+        keys = (sizes_of(scores) or [None])[-1]
+        masks.append(_typed(builder.op("Expand", nothing, shape), dtype, [*rows[:-1], keys]))
+    inner = [node.inputs[at] if node.op_type == masked.op_type else node.outputs[0] for node in nodes]
+    scores_of_all = _all_keys(inner, like, builder)
+    mask_of_all = _joined(masks, -1, builder, [node.outputs[0] for node in nodes])
+    if scores_of_all is None or mask_of_all is None or len(numbers) != 1 or (None in numbers) != adds:
+        return None
+    if adds:
+        return _like(builder, like, "Add", scores_of_all, mask_of_all)
+    pair = [scores_of_all, masked.inputs[3 - at]]
+    return _like(builder, like, "Where", mask_of_all, *(pair if at == 1 else pair[::-1]))  # type: ignore[arg-type]
 
 
 def _joined(

@@ -514,7 +514,7 @@ def _is_atom(name: str) -> bool:
 _MAX_CONTENT = 32
 _MAX_ROUNDS = 4  # through a loop
 _MAX_KEY = 6  # nodes of one number that are compared
-CUT = "cut."  # how names of sizes begin that only a run knows
+OF_RUN = "of_run."  # how names of sizes begin that only a run knows
 _COUNTER = itertools.count()
 # What sizes are read from, where that is no constant.
 _DECIDED_BY: dict[str, tuple[int, ...]] = {"NonZero": (0,), "ConstantOfShape": (0,), "Range": (0, 1, 2)}
@@ -595,7 +595,6 @@ def fix_sizes(model: ir.Model) -> dict[ir.Value, ir.Shape]:
         ]
         if fixed != dims:
             value.shape = ir.Shape([int(each) if str(each).isdecimal() else each for each in fixed])  # type: ignore[arg-type]
-    infer_sizes(model)
     return before
 
 
@@ -612,18 +611,22 @@ def _is_generated(size: Size) -> bool:
 
 def is_of_run(size: Size) -> bool:
     """Whether only a run knows a size: it is unknown, or has a name that inference gave it."""
-    return size is None or (isinstance(size, str) and (GENERATED in size or CUT in size))
+    return size is None or (isinstance(size, str) and (GENERATED in size or OF_RUN in size))
 
 
-def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> list[ir.Value]:
-    """Give every value of a model its type and the sizes that follow from those of the inputs.
+class Inferred(NamedTuple):
+    """What inference gave the values of a model, beyond what follows from its inputs."""
 
-    The inputs of loops that had no shape before.
-    """
+    entered: Sequence[ir.Value] = ()  # the inputs of loops that had no shape before
+    of_run: bool = False  # whether sizes that only a run knows got names
+
+
+def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> Inferred:
+    """Give every value of a model its type and the sizes that follow from those of the inputs."""
     made = [value for node in nodes_in(model.graph) for value in node.outputs]
     missing = {value for value in made if value.name and (value.dtype is None or value.shape is None)}
     if only_missing and not missing:
-        return []
+        return Inferred()
     before = {value: sizes_of(value) for value in made}
     if missing or (not only_missing and any(None in (sizes or ()) for sizes in before.values())):
         infer_shapes(model, _of_any_run)
@@ -638,23 +641,14 @@ def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> list[ir.Value
                 value.shape = ir.Shape(found)
     following = _Walk(model, missing if only_missing else None)
     following.follow(model.graph)
-    if following.named:
-        model.meta[CUT] = True
-    return following.entered
+    return Inferred(following.entered, bool(following.named))
 
 
-def has_cuts(model: ir.Model) -> bool:
-    """Whether sizes have names that only a run knows."""
-    return bool(model.meta.get(CUT))
-
-
-def forget_cuts(model: ir.Model) -> None:
+def forget_sizes_of_run(model: ir.Model) -> None:
     """Let sizes be unknown that only a run knows, and that `infer_sizes` gave a name."""
-    if not model.meta.pop(CUT, False):
-        return
     for value in (each for node in nodes_in(model.graph) for each in node.outputs):
-        if value.shape is not None and any(CUT in str(size) for size in value.shape):
-            value.shape = ir.Shape([None if CUT in str(size) else size for size in value.shape])
+        if value.shape is not None and any(OF_RUN in str(size) for size in value.shape):
+            value.shape = ir.Shape([None if OF_RUN in str(size) else size for size in value.shape])
 
 
 def _of_any_run(sizes: tuple[Size, ...]) -> tuple[Size, ...]:
@@ -1008,7 +1002,7 @@ class _Walk:
     def _name(self, key: _Key) -> str:
         """A name for a size that only a run knows: the same one wherever it is computed alike."""
         if key not in self.named:
-            self.named[key] = f"{CUT}{next(_COUNTER)}"
+            self.named[key] = f"{OF_RUN}{next(_COUNTER)}"
         return self.named[key]
 
     def _with_names(self, node: ir.Node, found: Sequence[list[Size] | None]) -> Sequence[list[Size] | None]:

@@ -24,7 +24,7 @@ import onnx_ir as ir
 
 from mha_deploy.graph.fuse.mask_pattern import is_score
 from mha_deploy.graph.fuse.spelling import Spelling
-from mha_deploy.graph.fuse.values import ATTENTION_OPSET, CUT, NotFused, in_words, is_of_run
+from mha_deploy.graph.fuse.values import ATTENTION_OPSET, OF_RUN, NotFused, in_words, is_of_run
 from mha_deploy.graph.ir import (
     constant,
     dims,
@@ -106,7 +106,7 @@ class Boundary:
         found = list[int | str]()
         for axis, size in enumerate(dims(value)):
             known = size is not None and _FUNCTIONS.issuperset(_CALL.findall(str(size)))
-            if not drawn and (not known or (is_of_run(size) and not (self.chosen and CUT in str(size)))):
+            if not drawn and (not known or (is_of_run(size) and not (self.chosen and OF_RUN in str(size)))):
                 return None
             found.append(size if size is not None and known else f"unknown.{id(value)}.{axis}")
         return None if value.shape is None else tuple(found)
