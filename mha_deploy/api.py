@@ -1,9 +1,8 @@
 """The public Python API: what `import mha_deploy as md` offers.
 
-Each function is a thin layer over the package that does the work, and the command line calls the same
-functions. Heavy packages are imported by the function that needs them. What cannot be done is a
-`mha_deploy.DeployError`, with what happened, what was got and what to try; a function lists the subclasses
-that it raises.
+Each function calls the package that does the work, and the command line calls the same functions. Heavy
+packages are imported by the function that needs them. What cannot be done is a `mha_deploy.DeployError`, with
+what happened, what was got and what to try; a function lists the subclasses that it raises.
 """
 
 from __future__ import annotations
@@ -34,11 +33,13 @@ from mha_deploy.options import (
     Limits,
     OnStep,
     PackageOptions,
+    Step,
     ValidateOptions,
     in_python,
     read_options,
     refuse_contradictions,
     silent,
+    uncounted,
 )
 from mha_deploy.output import check_file, is_nobodys, scratch_folder
 from mha_deploy.report import check_results
@@ -679,7 +680,7 @@ def validate(
         given = [
             each if isinstance(each, Runner) else owned.enter_context(open_runner(each)) for each in runners
         ]
-        steps: dict[str, Any] = {"on_step": _without_count(report), "on_sample": report}
+        steps: dict[str, Any] = {"on_step": uncounted(report), "on_sample": report}
         return Report(validate_bundle(_open(bundle), settings, runners=given, **steps))
 
 
@@ -736,7 +737,7 @@ def bench(bundle: Bundle | StrPath, *, on_step: OnStep | None = None, **options:
     open_gpu()  # before anything else is loaded or hashed: there may be nothing to time on
     from mha_deploy.validation.bench import bench_bundle
 
-    return bench_bundle(_open(bundle), read_options(BenchOptions, options), on_step=_without_count(on_step))
+    return bench_bundle(_open(bundle), read_options(BenchOptions, options), on_step=uncounted(on_step))
 
 
 def replay(line: str, bundle: Bundle | StrPath | None = None, *, tolerance: float = 0.05) -> Replay:
@@ -811,7 +812,7 @@ def self_test(
     return self_test(
         _open(bundle),
         backend,
-        on_mutation=lambda name: report(f"mutations: {name}", names.index(name), len(names)),
+        on_mutation=lambda name: report(Step("mutations", name), names.index(name), len(names)),
     )
 
 
@@ -1312,11 +1313,6 @@ def refuse_image(path: Path, *, overwrite: bool, inputs: Sequence[StrPath]) -> N
     from mha_deploy.analysis.similarity import refuse_image
 
     refuse_image(path, overwrite=overwrite, inputs=inputs)
-
-
-def _without_count(on_step: OnStep | None) -> Callable[[str], None]:
-    """For steps whose count is not known."""
-    return lambda name: (on_step or silent)(name, 0, 0)
 
 
 def _open(bundle: Bundle | StrPath) -> Bundle:

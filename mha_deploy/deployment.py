@@ -28,7 +28,7 @@ from mha_deploy.graph.file import load_graph
 from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import EIGHT_BITS
 from mha_deploy.model.source import Model, find_model, is_onnx_file
-from mha_deploy.options import AUTO, EngineOptions, ExportOptions, OnStep, ValidateOptions, silent
+from mha_deploy.options import AUTO, EngineOptions, ExportOptions, OnStep, ValidateOptions, silent, uncounted
 from mha_deploy.output import temporary_folder
 from mha_deploy.report.table import Cell, RawRow, Table, number, share_cell, table
 from mha_deploy.results import Report
@@ -148,7 +148,7 @@ def deploy_model(
         require_precision=engine is not None,
         requirements=requirements,
     )
-    steps: dict[str, Any] = {"build": build if engine else None, "on_step": lambda name: on_step(name, 0, 0)}
+    steps: dict[str, Any] = {"build": build if engine else None, "on_step": uncounted(on_step)}
     report = Report(validate_bundle(bundle, judged, **steps))
     return Deployment(bundle=bundle, engine=next(iter(built), None), report=report, **tried)
 
@@ -181,7 +181,7 @@ def refit_bundle(
     on_step("replace the weights of the engine", 0, 0)
     made = refitted_engine(engine, old, bundle)
     judged = ValidateOptions(latency=latency)
-    report = validate_bundle(bundle, judged, on_step=lambda name: on_step(name, 0, 0))
+    report = validate_bundle(bundle, judged, on_step=uncounted(on_step))
     return Deployment(bundle=bundle, engine=made, report=Report(report))
 
 

@@ -139,7 +139,7 @@ ToHeads = Callable[[np.ndarray], np.ndarray]
 
 
 def is_telling(chance: float) -> bool:
-    """Whether a known mistake can be told from chance, which leaves this share of it in a right result."""
+    """Whether a known mistake is distinct from chance, which leaves this share of it in a right result."""
     return chance <= _SUSPECT_CHANCE / FACTOR
 
 
@@ -242,7 +242,7 @@ class Spread:
             self._heads = Spread(pulled, heads, precision, tiny, branches=branches, by_head=True)
         self._levels = self._measure_levels()
 
-    def cuts(self, parts: Sequence[Callable[[np.ndarray], np.ndarray]]) -> list[Spread]:
+    def slices(self, parts: Sequence[Callable[[np.ndarray], np.ndarray]]) -> list[Spread]:
         """The same of parts of the tensor that are alike; their levels are the largest in any of them."""
         found = []
         for part in parts:
@@ -349,7 +349,7 @@ class Spread:
             found += [(size / levels[0], 0.0, places[0]), (0.0, gain / levels[1], places[1])]
         local, gain = max(each[0] for each in found), max(each[1] for each in found)
         found.sort(key=lambda each: max(each[:2]), reverse=True)
-        # Where everything is wrong, the worst place is still told, if it is wrong by itself.
+        # Where everything is wrong, the worst place is still reported, if it is wrong by itself.
         exact = (each[2] for each in found if each[2] != EVERYWHERE and max(each[:2]) > FACTOR)
         return local, gain, next(exact, found[0][2])
 

@@ -20,6 +20,21 @@ if TYPE_CHECKING:
 
 OnStep = Callable[[str, int, int], None]
 """Called as each step of a long job begins: its name, its number from 0, their count (0 if unknown)."""
+OnName = Callable[[str], None]
+"""The same, of steps that are not counted."""
+
+
+class Step(str):
+    """The name of a step: a stage, and a detail of it that a log leaves out."""
+
+    stage: str
+
+    def __new__(cls, stage: str, detail: str) -> Step:
+        """`stage: detail`."""
+        made = super().__new__(cls, f"{stage}: {detail}")
+        made.stage = stage
+        return made
+
 
 Record = TypeVar("Record")
 AUTO = "auto"
@@ -27,8 +42,13 @@ MOST_SECONDS = 1e7
 """The largest time limit: about four months."""
 
 
-def silent(name: str, number: int, count: int) -> None:
+def silent(name: str, number: int = 0, count: int = 0) -> None:
     """Report no progress."""
+
+
+def uncounted(on_step: OnStep | None) -> OnName:
+    """What steps that are not counted call."""
+    return silent if on_step is None else lambda name: on_step(name, 0, 0)
 
 
 def option(default: Any, about: str, *flags: str, **details: Any) -> Any:

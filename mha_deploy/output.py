@@ -206,7 +206,7 @@ def is_nobodys(path: Path) -> bool:
 
 
 def is_result(path: Path) -> bool:
-    """Whether this is a result of this tool as JSON, whole or cut short."""
+    """Whether this is a result of this tool as JSON, whole or truncated."""
     data = _read_json(path)
     if data is None:
         return _head(path).replace(b" ", b"").replace(b"\n", b"").startswith(_RESULT_HEAD)
@@ -239,7 +239,7 @@ def is_sample(path: Path) -> bool:
 
 
 def is_engine_manifest(path: Path) -> bool:
-    """Whether this is the manifest of an engine, whole or cut short."""
+    """Whether this is the manifest of an engine, whole or truncated."""
     data = _read_json(path)
     return data.keys() >= _ENGINE_KEYS if data is not None else _head(path).startswith(b'{\n  "backend": ')
 

@@ -89,8 +89,8 @@ def nearest(values: np.ndarray, bits: int) -> np.ndarray:
     """FP64 numbers, each as the nearest one with so many bits of significand; others stay as they are."""
     if not isinstance(values, np.ndarray) or values.dtype != np.float64:
         return values
-    cut = _SIGNIFICAND - bits
-    half, mask = np.int64(1 << (cut - 1)), np.int64((1 << cut) - 1)
+    dropped = _SIGNIFICAND - bits
+    half, mask = np.int64(1 << (dropped - 1)), np.int64((1 << dropped) - 1)
 
     def change(whole: np.ndarray) -> np.ndarray:
         near = whole + half

@@ -42,7 +42,7 @@ class Outcome(Word):
     def of(cls, parts: Iterable[Outcome]) -> Outcome:
         """The outcome of several checks: a failure outweighs what is not verified, and that what passed.
 
-        Of no check at all, nothing is verified. So leaving checks out never turns another outcome to passed.
+        Of no check at all, nothing is verified. So leaving checks out never makes another outcome passed.
         """
         found = set(parts)
         if cls.FAILED in found:

@@ -179,8 +179,8 @@ def _gemm_flops(node: ir.Node, taken: list[tuple[ir.Value, Any]], made: tuple[in
     if node.op_type in ("Conv", "ConvInteger", "FusedConv"):
         return 2 * math.prod(made) * math.prod(second[1:])
     if node.op_type == "Gemm":
-        turned = node.attributes.get("transA")
-        return 2 * math.prod(made) * first[0 if turned is not None and turned.as_int() else 1]
+        transposed = node.attributes.get("transA")
+        return 2 * math.prod(made) * first[0 if transposed is not None and transposed.as_int() else 1]
     if node.op_type == "Einsum":
         equation = node.attributes["equation"].as_string().replace(" ", "").partition("->")[0].split(",")
         letters = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from mha_deploy.model.spec import Axis, Sizes
 
-_MOST_CUTS = 12  # places at which a range is tried to be split
+_MOST_SPLITS = 12  # places at which a range is tried to be split
 _LEAST_GAIN = 0.02  # below it, a second profile is not worth its memory
 
 
@@ -75,27 +75,27 @@ def propose_profiles(found: Sequence[Sizes], seconds: Callable[[Sizes], float]) 
     counts = {name: dict(sorted(Counter(sizes[name] for sizes in found).items())) for name in ranges}
     best: tuple[float, str, int] | None = None
     for name, axis in ranges.items():
-        cuts = [size for size in counts[name] if size < axis.max]
-        for cut in cuts[:: max(1, -(-len(cuts) // _MOST_CUTS))]:
-            groups = ([s for s in found if s[name] <= cut], [s for s in found if s[name] > cut])
+        splits = [size for size in counts[name] if size < axis.max]
+        for split in splits[:: max(1, -(-len(splits) // _MOST_SPLITS))]:
+            groups = ([s for s in found if s[name] <= split], [s for s in found if s[name] > split])
             both = sum(map(padded, groups))
             if best is None or both < best[0]:
-                best = both, name, cut
+                best = both, name, split
     exact = sum(count * bound(dict(key)) for key, count in Counter(map(_key, found)).items())
     about: dict[str, Any] = {"samples": len(found), "ranges": ranges, "sizes": counts}
     about |= {"exact_seconds": exact, "one_seconds": one}
     if best is None or best[0] > (1 - _LEAST_GAIN) * one:
         return ProfileProposal(**about, profiles=(ranges,))
-    both, name, cut = best
-    groups = ([s for s in found if s[name] <= cut], [s for s in found if s[name] > cut])
+    both, name, split = best
+    groups = ([s for s in found if s[name] <= split], [s for s in found if s[name] > split])
     # Smaller sizes cost a profile nothing, and those between the two groups may come another time.
     least = [{each: axis.min for each, axis in ranges.items()} for _ in groups]
-    least[1][name] = cut + 1
+    least[1][name] = split + 1
     profiles = tuple(
         {each: replace(axis, min=low[each]) for each, axis in ranges_of(group).items()}
         for group, low in zip(groups, least, strict=True)
     )
-    return ProfileProposal(**about, split=(name, cut), two_seconds=both, profiles=profiles)
+    return ProfileProposal(**about, split=(name, split), two_seconds=both, profiles=profiles)
 
 
 def _key(sizes: Sizes) -> tuple[tuple[str, int], ...]:

@@ -19,7 +19,7 @@ import click
 from mha_deploy import api as md
 from mha_deploy.cli.help import Command, choices_of
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError, SpecError, place_of_error
-from mha_deploy.options import MOST_SECONDS, option, options_of
+from mha_deploy.options import MOST_SECONDS, OnStep, option, options_of, silent
 from mha_deploy.status import Outcome
 
 if TYPE_CHECKING:
@@ -379,10 +379,10 @@ def show(*lines: RenderableType) -> None:
 
 
 @contextmanager
-def show_steps(title: str) -> Iterator[Callable[[str, int, int], None]]:
+def show_steps(title: str) -> Iterator[OnStep]:
     """Show the steps of a long job; yields what the API calls as `on_step`."""
     if _detail.quiet:
-        yield lambda name, number, count: None
+        yield silent
         return
     from rich.console import Console
 
@@ -403,7 +403,7 @@ def show_steps(title: str) -> Iterator[Callable[[str, int, int], None]]:
     started, shown = time.monotonic(), set[str]()
 
     def print_step(name: str, number: int, count: int) -> None:
-        name = name.partition(": ")[0]  # "stage: detail"; a log wants the stages, each once
+        name = getattr(name, "stage", name)  # a log wants the stages, each once
         if name in shown:
             return
         shown.add(name)

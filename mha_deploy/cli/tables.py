@@ -18,6 +18,7 @@ from rich.text import Text
 
 from mha_deploy.files import as_plain
 from mha_deploy.model.layer import AttentionSpec, kv_cache_bytes_per_token, parameter_count
+from mha_deploy.model.precision import EIGHT_BITS
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.report import table as tables
 from mha_deploy.report.table import Cell, Data, Table, prompts_text, table
@@ -127,7 +128,7 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
         fused = f"{count} attentions are one ONNX Attention node"
     lines = [("bundle", str(bundle.path)), ("model", f"{spec.name}: {_about(spec)}")]
     types = manifest.precision.name
-    if manifest.loss is not None and "heads" not in manifest.loss.what:
+    if manifest.loss is not None and manifest.loss.what in EIGHT_BITS:
         parts = f"{manifest.loss.compressed}/{len(manifest.loss.layers)} GEMMs"
         types = f"{manifest.loss.what} in {parts}, else {types}"
     lines.append(("graph", f"{types}, opset {manifest.opset}, axes {axes}"))

@@ -359,11 +359,12 @@ def package(
     batch += f" ({found.unbatched})" if found.unbatched else ""
     lines = [f"{found.path}: {found.variant}, run by {', '.join(found.backends)}, {batch}"]
     lines += [f"  {file}" for file in found.files]
-    for each in found.left_out:
-        name, _, why = each.partition(": ")
+    for name, why in found.left_out.items():
         lines.append(f"note: engine {name} is not in it, since {why}; --backend {name} packages it")
     lines.append(f"start: {found.path / 'README.md'} has the commands, with Docker and without")
-    return Result({**vars(found), "path": str(found.path)}, lambda: lines, verdict=lines[0])
+    left_out = [f"{name}: {why}" for name, why in found.left_out.items()]
+    data = {**vars(found), "path": str(found.path), "left_out": left_out}
+    return Result(data, lambda: lines, verdict=lines[0])
 
 
 plugins = CommandGroup(

@@ -33,7 +33,7 @@ from mha_deploy.graph.lower.cache import IN_PLACE_NOTE, noted_caches
 from mha_deploy.graph.quantize import quantized_gemms
 from mha_deploy.judge import judge_case
 from mha_deploy.model.precision import Precision
-from mha_deploy.options import EngineOptions
+from mha_deploy.options import EngineOptions, OnStep, Step
 from mha_deploy.output import (
     check_folder,
     make_folder,
@@ -50,7 +50,6 @@ from mha_deploy.runtime.tensorrt.builder import (
     REFITTABLE,
     BuildRequest,
     BuiltEngine,
-    OnProgress,
     build_engine,
     refit_engine,
 )
@@ -76,7 +75,7 @@ BUILDING = "lower, parse and build"
 def engine_from_bundle(
     bundle: Bundle,
     options: EngineOptions | None = None,
-    on_progress: OnProgress | None = None,
+    on_progress: OnStep | None = None,
     *,
     path: Path | None = None,
 ) -> Engine:
@@ -125,7 +124,7 @@ class _EngineBuild:
     """The build of the one engine that some options request."""
 
     def __init__(
-        self, bundle: Bundle, rt: TensorRT, options: EngineOptions, on_progress: OnProgress | None
+        self, bundle: Bundle, rt: TensorRT, options: EngineOptions, on_progress: OnStep | None
     ) -> None:
         self.bundle, self.rt, self.options, self.on_progress = bundle, rt, options, on_progress
         self.spec, self.precision = bundle.manifest.spec, bundle.manifest.precision.name
@@ -203,7 +202,7 @@ class _EngineBuild:
         """Build until the engine runs, where that can be tried: one that cannot is not done."""
         rt, names, last, report = self.rt, engines.profile_names(self.spec, self.ranges), "", self.on_progress
         # The builder's own phases nest, and each has its own count: they are details of one step.
-        on_progress = None if report is None else lambda name, *count: report(f"{BUILDING}: {name}", *count)
+        on_progress = None if report is None else lambda name, *count: report(Step(BUILDING, name), *count)
         on_message = None if on_progress is None else lambda progress: on_progress(*progress)
         places: dict[str, Any] = {"title": rt.title, "step": "building the engine", "on_message": on_message}
         for count in range(1, _MOST_BUILDS + 1):
@@ -252,7 +251,7 @@ def _kernel_records(built: BuiltEngine) -> list[engines.KernelRecord]:
 
 
 def _build(
-    rt: TensorRT, request: BuildRequest, plugins: Plugins, on_progress: OnProgress | None = None
+    rt: TensorRT, request: BuildRequest, plugins: Plugins, on_progress: OnStep | None = None
 ) -> BuiltEngine:
     load_needed(rt, plugins)
     return build_engine(rt, request, on_progress)
@@ -690,7 +689,7 @@ def _described(attribute: ir.Attr) -> tuple[Any, ...]:
 
 
 def rebuild_engine(
-    bundle: Bundle, options: EngineOptions, builds: int, on_progress: OnProgress | None = None
+    bundle: Bundle, options: EngineOptions, builds: int, on_progress: OnStep | None = None
 ) -> Engine:
     """Build an engine at least twice; the last one is kept, and its manifest records how much they differ.
 
@@ -750,7 +749,7 @@ def differing_kernels(built: Sequence[Engine]) -> list[dict[str, Any]]:
     ]
 
 
-def measure_builds(trials: Sequence[Trial], bundle: Bundle, on_progress: OnProgress | None = None) -> None:
+def measure_builds(trials: Sequence[Trial], bundle: Bundle, on_progress: OnStep | None = None) -> None:
     """Shares of the error budget, and times, of every build; nothing where the engines cannot run here."""
     for number, trial in enumerate(trials):
         if reasons_not_to_run(trial.built):

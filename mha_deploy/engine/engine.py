@@ -428,7 +428,7 @@ def _manifest_for(plan: bytes, beside: Path) -> EngineManifest:
             continue
         if (manifest.engine_bytes, manifest.engine_sha256) == (len(plan), digest):
             return manifest
-    problem = "The engine was changed or cut short after it was built."
+    problem = "The engine was changed or truncated after it was built."
     raise failure or BundleError(problem, got=beside.with_suffix(".engine"), hint="rebuild it")
 
 

@@ -24,7 +24,7 @@ from mha_deploy.bundle.folder import sha256
 from mha_deploy.environment import RUNTIMES, installed_version
 from mha_deploy.errors import BackendUnavailable
 from mha_deploy.files import read_regular
-from mha_deploy.options import OnStep
+from mha_deploy.options import OnStep, silent
 from mha_deploy.output import temporary_folder, write_file
 from mha_deploy.process import find_program, python_command, run, start
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT
@@ -399,7 +399,7 @@ class Compiled:
 
 
 def compile_library(
-    parts: Sequence[Found], out: Path, architectures: str = "", on_step: OnStep = lambda *step: None
+    parts: Sequence[Found], out: Path, architectures: str = "", on_step: OnStep = silent
 ) -> Compiled:
     """Compile the library, and put it into a folder once it is complete.
 

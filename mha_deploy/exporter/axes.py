@@ -32,7 +32,7 @@ def draw_inputs(example: Mapping[str, Tensor], dims: NamedDims, sizes: Sizes, se
     """Draw inputs that look like the example; those of different names get different numbers.
 
     Floats are normal with the example's mean and deviation. Integers, booleans and masks (floats with
-    infinities or very large numbers) are cut from the example, or repeat it: only values that were shown
+    infinities or very large numbers) are sliced from the example, or repeat it: only values that were shown
     appear.
     """
     shapes = {name: shape_of(tensor, dims.get(name, ()), sizes) for name, tensor in example.items()}

@@ -23,9 +23,9 @@ import onnx_ir as ir
 from mha_deploy.bundle.cases import Arrays, GoldenCase, KnownMistake
 from mha_deploy.bundle.manifest import UnfusedRecord
 from mha_deploy.exporter.file_program import (
-    ChangedRun,
+    ChangedMode,
     Compute,
-    ExactRun,
+    ExactMode,
     FileNode,
     FileProgram,
     FileRounding,
@@ -47,7 +47,7 @@ from mha_deploy.rounding import accumulations
 # By right runtimes in `benchmarks/own_sensitivity.py --alarms`, and by the mistakes that it plants.
 _SAMPLES = 12  # further roundings, besides those of the case: of the share of a mistake that chance leaves
 _MOST, _MOST_BYTES = 256, 1 << 23  # mistakes, and what they take in a file
-_LEAST_NUMBERS = 512  # of the outputs: fewer do not tell these mistakes from chance
+_LEAST_NUMBERS = 512  # of the outputs: fewer do not distinguish these mistakes from chance
 _MOST_SECONDS = 30.0  # of the processor: other work beside an export does not change what it finds
 _INT8_MOST = 127
 _FACTOR = 1.02
@@ -284,11 +284,11 @@ class _Search:
         def edited(node: FileNode) -> Callable[[Compute, Inputs], Any] | None:
             return partial(_edited, edits[node.name]) if edits.get(node.name) else None
 
-        return self._run(ChangedRun(edited, precision, seed=1000, results=results))
+        return self._run(ChangedMode(edited, precision, seed=1000, results=results))
 
     def found(self) -> CoarseMistakes:
-        """What the mistakes add, where that can be told from chance; and which attentions show it."""
-        before, case, started = ExactRun(), self._case, time.process_time()
+        """What the mistakes add, where that is distinct from chance; and which attentions show it."""
+        before, case, started = ExactMode(), self._case, time.process_time()
         exact = self._run(before)
         outputs = [name for name, true in case.oracle.items() if true.dtype == np.float64]
         kinds = accumulations(self._precision)

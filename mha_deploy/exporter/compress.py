@@ -25,7 +25,7 @@ from mha_deploy.bundle.manifest import LossLayer, LossMetric, LossOutput, LossPo
 from mha_deploy.bundle.samples import Sample, as_taken
 from mha_deploy.bundle.sizes import PlannedCase
 from mha_deploy.errors import DeployError, ExportError, LossExceeded, nearest
-from mha_deploy.exporter.file_program import ChangedRun, Compute, ExactRun, FileNode, FileProgram, Inputs
+from mha_deploy.exporter.file_program import ChangedMode, Compute, ExactMode, FileNode, FileProgram, Inputs
 from mha_deploy.exporter.flow import export_bundle
 from mha_deploy.exporter.onnx_import import OnnxSource
 from mha_deploy.graph.file import save_graph
@@ -47,7 +47,7 @@ from mha_deploy.graph.quantize import (
 from mha_deploy.metrics import AgreementCounts, count_agreement, joined_agreement
 from mha_deploy.model.precision import Precision, find_precision
 from mha_deploy.model.spec import Axes, ModelSpec, are_within
-from mha_deploy.options import AUTO, ExportOptions, OnStep
+from mha_deploy.options import AUTO, ExportOptions, OnName, OnStep, Step, silent
 from mha_deploy.output import copy_file, scratch_folder
 from mha_deploy.runtime.user_code import graph_code
 from mha_deploy.runtime.user_data import Metric, open_samples
@@ -92,13 +92,13 @@ class Samples:
     original: Original
     given: Any  # the user's data; None: drawn
     limit: int = 0
-    turn: int | None = None  # 0 or 1: every other sample, from there on
+    offset: int | None = None  # 0 or 1: every other sample, from there on
 
     def split(self) -> tuple[Samples, Samples, bool]:
         """Those to choose by, those that were held out for the loss, and whether these are others."""
         if sum(1 for _ in islice(self, 2)) < 2:
             return self, self, False
-        return replace(self, turn=0), replace(self, turn=1), True
+        return replace(self, offset=0), replace(self, offset=1), True
 
     @property
     def title(self) -> str:
@@ -107,7 +107,7 @@ class Samples:
 
     def __iter__(self) -> Iterator[Sample]:
         """Each within the axes, in the types of the original graph."""
-        return self._all() if self.turn is None else islice(self._all(), self.turn, None, 2)
+        return self._all() if self.offset is None else islice(self._all(), self.offset, None, 2)
 
     def _all(self) -> Iterator[Sample]:
         spec, precision = self.original.spec, self.original.precision
@@ -178,7 +178,7 @@ def calibrate(
     samples: Samples,
     format: EightBits,
     method: str,
-    on_sample: Callable[[str], None],
+    on_sample: OnName,
 ) -> dict[str, float]:
     """The scales of what GEMMs and attentions read, by its name, from one pass over the samples."""
     inputs = {tensor.name for tensor in original.spec.inputs}
@@ -186,7 +186,7 @@ def calibrate(
     program = FileProgram(original.model, [name for name in wanted if name not in inputs])
     found = {name: Magnitudes() for name in wanted}
     for sample in samples:
-        on_sample(f"calibration: {sample.name}")
+        on_sample(Step("calibration", sample.name))
         values = {**sample.inputs, **program.run(sample.inputs)}
         for name, magnitudes in found.items():
             magnitudes.add(np.asarray(values[name], np.float64))
@@ -255,7 +255,7 @@ class Trials:
         apart = [each.name for each in layers if isinstance(each, AttentionLayer)]
         self._program = FileProgram(with_weights_apart(original.model, apart) if apart else original.model)
         self._samples = list(islice(samples, FEW))
-        runs = [ExactRun(_MOST_RESULTS // FEW) for _ in self._samples]
+        runs = [ExactMode(_MOST_RESULTS // FEW) for _ in self._samples]
         pairs = zip(self._samples, runs, strict=True)
         self._true = [self._program.run(each.inputs, run) for each, run in pairs]
         self._results = [run.results for run in runs]
@@ -271,7 +271,7 @@ class Trials:
             return None if change is None else lambda compute, inputs: compute(*change(inputs))
 
         for sample, true, results in zip(self._samples, self._true, self._results, strict=True):
-            got = self._program.run(sample.inputs, ChangedRun(quantized, results=results))
+            got = self._program.run(sample.inputs, ChangedMode(quantized, results=results))
             for name, array in true.items():
                 sums.setdefault(name, LossSums()).add(array, got[name])
         return max((each.loss for each in sums.values()), default=0.0)
@@ -296,7 +296,7 @@ def measure_loss(
     samples: Samples,
     layers: Mapping[str, str],  # the name of the value behind each part, by the name of the part
     metric: Metric | None = None,
-    on_sample: Callable[[str], None] = lambda name: None,
+    on_sample: OnName = silent,
 ) -> tuple[list[LossOutput], dict[str, tuple[float, float | None]], LossMetric | None, int]:
     """Both models in FP64 on all samples: every output, every part, the user's metric, and their count."""
     kept = sorted(set(layers.values()))
@@ -307,7 +307,7 @@ def measure_loss(
     figures, read = list[tuple[float, float]](), 0
     for sample in samples:
         read += 1
-        on_sample(f"loss: {sample.name}")
+        on_sample(Step("loss", sample.name))
         true, got = (program.run(sample.inputs) for program in programs)
         for name, each in sums.items():
             each.add(true[name], got[name])
@@ -346,9 +346,7 @@ class Compression:
     record: LossRecord
 
 
-def quantize(
-    original: Original, options: ExportOptions, on_step: Callable[[str], None] = lambda name: None
-) -> Compression:
+def quantize(original: Original, options: ExportOptions, on_step: OnName = silent) -> Compression:
     """The model in eight bits: as many of its parts as the loss that is allowed permits."""
     format, limit = find_format(options.precision), options.max_loss
     if options.weight_scales not in WEIGHT_SCALES:
@@ -378,7 +376,7 @@ def quantize(
         trials, began = Trials(original, layers, scales, format, chosen_by), time.monotonic()
         alone: dict[str, float | None] = {}
         for each in layers:
-            on_step(f"sensitivity: {each.name}")
+            on_step(Step("sensitivity", each.name))
             late = time.monotonic() - began > _SECONDS
             alone[each.name] = None if late else trials.loss([each.name])
         ranked = _ranked(layers, alone)
@@ -446,7 +444,7 @@ def _search(
     layers: Sequence[Part],
     ranked: Sequence[str],
     limit: float | None,
-    on_step: Callable[[str], None],
+    on_step: OnName,
 ) -> tuple[list[str], dict[int, LossPoint]]:
     """The fewest of the most sensitive parts that stay as they are, by halving; and every choice tried."""
     if limit is None:
@@ -454,7 +452,7 @@ def _search(
     points = dict[int, LossPoint]()
 
     def fits(count: int) -> bool:
-        on_step(f"search: {len(layers) - count} of {len(layers)} parts")
+        on_step(Step("search", f"{len(layers) - count} of {len(layers)} parts"))
         kept = ranked[:count]
         points[count] = _point(layers, kept, trials.loss([n for n in ranked if n not in kept]))
         return points[count].loss <= limit

@@ -18,7 +18,7 @@ from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import EIGHT_BITS, find_precision
 from mha_deploy.model.source import Model, find_model
 from mha_deploy.model.spec import ModelSpec
-from mha_deploy.options import AUTO, ExportOptions, OnStep
+from mha_deploy.options import AUTO, ExportOptions, OnStep, uncounted
 from mha_deploy.output import refuse_inside, refuse_occupied, scratch_folder
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def export_model(
 
         with scratch_folder() as folder:
             original = _open_original(model, options, folder, _read_arrays(inputs), on_step)
-            made = quantize(original, options, lambda name: on_step(name, 0, 0))
+            made = quantize(original, options, uncounted(on_step))
             return compressed_bundle(original, made, out, options, on_step)
     if (file := model.onnx_file) is not None:
         from mha_deploy.exporter.onnx_import import bundle_from_onnx
@@ -85,7 +85,7 @@ def prune_model(
         raise DeployError("heads is a number, or auto.", got=heads, hint="--heads 8")
     limits: dict[str, Any] = {name: getattr(options, name) for name in ("max_loss", "data", "data_limit")}
     limits["metric"] = options.metric
-    limits["on_step"] = lambda name: on_step(name, 0, 0)
+    limits["on_step"] = uncounted(on_step)
     options = replace(options, **{name: vars(ExportOptions())[name] for name in OF_EIGHT_BITS})
     refuse_export(out, options)
     with scratch_folder() as folder:

@@ -345,7 +345,7 @@ Results = Mapping[FileNode, Any]
 """What nodes gave in an exact run."""
 
 
-class ExactRun(FileRounding):
+class ExactMode(FileRounding):
     """Computes a graph in FP64, and keeps the results of its nodes as far as memory allows."""
 
     def __init__(self, most: int = _MOST_KEPT) -> None:
@@ -362,7 +362,7 @@ class ExactRun(FileRounding):
         return outputs
 
 
-class ChangedRun(FileRounding):
+class ChangedMode(FileRounding):
     """Computes a graph with changes of some of its nodes; what does not depend on these stays as it was.
 
     `changed` gives for a node how it is computed instead, from what computes it and its inputs; None for one

@@ -426,9 +426,9 @@ class ModuleCapture(Capture):
         return feeds, lambda mode: run(empty, whole, mode)
 
     def _run_calls(
-        self, cache: KVCache, feeds: Feeds, held: Feeds, cuts: Sequence[int], mode: Float64
+        self, cache: KVCache, feeds: Feeds, held: Feeds, bounds: Sequence[int], mode: Float64
     ) -> Arrays:
-        """The results of calls with the tokens from each of the cuts to the next, in FP64."""
+        """The results of calls with the tokens from each of the bounds to the next, in FP64."""
         B, cached = next(iter(held.values())).shape[0], {*held}
 
         def call(start: int, stop: int) -> Feeds:
@@ -440,12 +440,12 @@ class ModuleCapture(Capture):
             made = position_inputs(cache, np.full(B, start), stop - start)
             return part | {name: torch.from_numpy(array) for name, array in made.items()}
 
-        calls = (call(*ends) for ends in pairwise(cuts))
+        calls = (call(*ends) for ends in pairwise(bounds))
         parts, held = run_calls(cache, held, calls, lambda part: self.evaluate_in_fp64(part, mode))
         joined = {name: torch.cat(tensors, cache.outputs[name]) for name, tensors in parts.items()}
         for each in cache.tensors:
             whole = held[each.input]
-            joined[each.name] = whole.narrow(each.axis, 0, cuts[-1]) if each.in_order else whole
+            joined[each.name] = whole.narrow(each.axis, 0, bounds[-1]) if each.in_order else whole
         return arrays_of(joined, exact=True)
 
     def look_inside(

@@ -23,9 +23,9 @@ from mha_deploy.bundle.sizes import MASKS, PROBE
 from mha_deploy.errors import DeployError
 from mha_deploy.exporter.coarse import CoarseMistakes
 from mha_deploy.exporter.file_program import (
-    ChangedRun,
+    ChangedMode,
     Compute,
-    ExactRun,
+    ExactMode,
     FileNode,
     FileProgram,
     FileRounding,
@@ -206,7 +206,7 @@ def _observe(
     with suppress(DeployError, Exception):  # ONNX's evaluator raises types that share no base
         program = FileProgram(model)
         for case in [known[0], *(each for each in known[1:] if each.name in telling)]:
-            exact = ExactRun()
+            exact = ExactMode()
             if not any(each.hidden for each in found.values()) or is_wrong(case, exact):
                 break
             for name, before in found.items():
@@ -215,7 +215,7 @@ def _observe(
                     if time.monotonic() > deadline:
                         return list(found.values())
                     perturbed = _Perturbed(name, kind, weights.get(name))
-                    wrong = is_wrong(case, ChangedRun(perturbed.change, results=exact.results))
+                    wrong = is_wrong(case, ChangedMode(perturbed.change, results=exact.results))
                     tried |= {(name, kind)} if perturbed.applied else set()
                     # Else it has no mask, or no call of it; of scores, another case may have masked ones.
                     if perturbed.applied or before.case or name in weights:

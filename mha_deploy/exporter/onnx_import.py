@@ -82,7 +82,7 @@ def bundle_from_onnx(
 
     With `auto` a float32 file becomes FP16, with FP32 where FP16 overflows; other files keep their precision.
     `axes` are ranges of symbolic dimensions; default: 1:2:8 for a leading dimension, else 1:16:64. Examples
-    of inputs are cut or repeated at other sizes; the other inputs are drawn.
+    of inputs are sliced or repeated at other sizes; the other inputs are drawn.
     """
     return export_bundle(OnnxSource(path, options, axes or {}, inputs or {}), target, on_step)
 
@@ -502,9 +502,9 @@ class OnnxSource(ExportSource):
             baselines={},
         )
 
-        def decode(run: Callable[[Arrays], Arrays], cuts: Sequence[int]) -> dict[str, np.ndarray]:
-            """The results of calls with the tokens from each of the cuts to the next."""
-            given = (trace.call(np.tile(np.arange(*ends), (trace.B, 1))) for ends in pairwise(cuts))
+        def decode(run: Callable[[Arrays], Arrays], bounds: Sequence[int]) -> dict[str, np.ndarray]:
+            """The results of calls with the tokens from each of the bounds to the next."""
+            given = (trace.call(np.tile(np.arange(*ends), (trace.B, 1))) for ends in pairwise(bounds))
             calls = ({name: x.astype(own[name]) for name, x in each.items()} for each in given)
             parts, held = run_calls(cache, empty, calls, run)
             joined = {name: np.concatenate(arrays, cache.outputs[name]) for name, arrays in parts.items()}
@@ -639,7 +639,7 @@ def _growth(taken: tuple[Dim, ...], made: tuple[Dim, ...]) -> tuple[int, str, st
 
 
 def _fit(example: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """An example at another shape: cut, or repeated."""
+    """An example at another shape: sliced, or repeated."""
     if example.ndim != len(shape):
         what = f"The example of input {name} has another rank."
         raise ExportError(what, got=example.shape, hint=str(shape))

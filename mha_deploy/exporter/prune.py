@@ -43,6 +43,7 @@ from mha_deploy.graph.ir import (
     rank,
 )
 from mha_deploy.graph.mixed_precision import TYPE_BLIND
+from mha_deploy.options import OnName, Step, silent
 from mha_deploy.runtime.user_code import graph_code
 from mha_deploy.runtime.user_data import Metric
 
@@ -274,7 +275,7 @@ def prune(
     data: Any = None,
     data_limit: int = 0,
     metric: Any = None,
-    on_step: Callable[[str], None] = lambda name: None,
+    on_step: OnName = silent,
 ) -> Compression:
     """The model with so many query heads in each attention, or with as few as the loss permits."""
     if heads == AUTO_HEADS and max_loss is None:
@@ -287,7 +288,7 @@ def prune(
         program, gram = FileProgram(original.model), dict[str, np.ndarray]()
         few = list(islice(chosen_by, FEW))
         for sample in chosen_by:
-            on_step(f"heads: {sample.name}")
+            on_step(Step("heads", sample.name))
             program.run(sample.inputs, _Gram(found, gram))
         true = [program.run(sample.inputs) for sample in few]
 
@@ -301,7 +302,7 @@ def prune(
 
         alone: dict[Unit, float] = {}
         for name, each in found.items():
-            on_step(f"sensitivity: {name}")
+            on_step(Step("sensitivity", name))
             alone |= {(name, unit): loss([(name, unit)]) for unit in range(each.Hkv)}
         order = sorted(alone, key=lambda unit: alone[unit])
         points: list[LossPoint] = []
@@ -459,7 +460,7 @@ def pool(
     data: Any = None,
     data_limit: int = 0,
     metric: Any = None,
-    on_step: Callable[[str], None] = lambda name: None,
+    on_step: OnName = silent,
 ) -> Compression:
     """The model with so many key/value heads in each attention: the most alike are pooled by their mean."""
     figure = None if metric is None else Metric(metric)
@@ -475,7 +476,7 @@ def pool(
         true = [program.run(sample.inputs) for sample in few]
         alone: dict[str, float] = {}
         for name in found:
-            on_step(f"sensitivity: {name}")
+            on_step(Step("sensitivity", name))
             tried, sums = FileProgram(_pooled(original.model, [name], kv_heads)), dict[str, LossSums]()
             for sample, right in zip(few, true, strict=True):
                 for output, array in tried.run(sample.inputs).items():

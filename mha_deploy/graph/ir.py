@@ -701,8 +701,8 @@ def reference_evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
     class GatherElements(OpRun):  # onnx's own fails for a negative axis, and for indices of another shape
         def _run(self, data: np.ndarray, indices: np.ndarray, axis: int | None = None) -> tuple[np.ndarray]:
             axis = (axis or 0) % data.ndim
-            cut = data[tuple(slice(n) if i != axis else slice(None) for i, n in enumerate(indices.shape))]
-            return (np.take_along_axis(cut, indices, axis),)
+            sliced = data[tuple(slice(n) if i != axis else slice(None) for i, n in enumerate(indices.shape))]
+            return (np.take_along_axis(sliced, indices, axis),)
 
     class Loop(op_loop.Loop):  # onnx's own runs as long as the numbers in a file say
         def __init__(self, *given: Any) -> None:
@@ -726,7 +726,7 @@ def reference_evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
                 left[0] = 0
             return super()._run(M, *arguments, **options)
 
-    class Pad(OpRun):  # onnx's own fails for a negative number, which cuts off
+    class Pad(OpRun):  # onnx's own fails for a negative number, which crops
         def _run(
             self, x: np.ndarray, pads: Any, value: Any = None, axes: Any = None, mode: str = "constant"
         ) -> tuple[np.ndarray]:
@@ -735,10 +735,10 @@ def reference_evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
             for at, axis in enumerate(where):
                 widths[axis] = (int(pads[at]), int(pads[at + len(where)]))
             ends = zip(x.shape, widths, strict=True)
-            cuts = (slice(max(-one, 0), size - max(-other, 0)) for size, (one, other) in ends)
+            kept = (slice(max(-one, 0), size - max(-other, 0)) for size, (one, other) in ends)
             added = [(max(one, 0), max(other, 0)) for one, other in widths]
             fill = {"constant_values": 0 if value is None else value} if mode == "constant" else {}
-            return (np.pad(x[tuple(cuts)], added, mode=mode, **fill).astype(x.dtype),)  # type: ignore[call-overload]
+            return (np.pad(x[tuple(kept)], added, mode=mode, **fill).astype(x.dtype),)  # type: ignore[call-overload]
 
     class MeanVarianceNormalization(OpRun):  # onnx's own has constants in float32
         def _run(self, x: np.ndarray, axes: Any = None) -> tuple[np.ndarray]:

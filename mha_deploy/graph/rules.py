@@ -45,22 +45,22 @@ _RELEASES = {TENSORRT: {8: 6, 9: 3, 10: 16, 11: 4}, TENSORRT_RTX: {1: 7}}
 class Target:
     """What the engine is built for."""
 
-    product: str  # `tensorrt` or `tensorrt-rtx`
+    backend: str  # `tensorrt` or `tensorrt-rtx`
     version: Version | None = None  # its version; None for the newest
     compute_capability: tuple[int, int] | None = None  # that of the GPU; None where it is not known
     # The axes of each optimization profile; none where nobody knows them
     profiles: Sequence[Mapping[str, Axis]] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.product not in _RELEASES:
-            raise DeployError("No such target.", got=self.product, hint=nearest(self.product, _RELEASES))
+        if self.backend not in _RELEASES:
+            raise DeployError("No such target.", got=self.backend, hint=nearest(self.backend, _RELEASES))
 
     def is_among(self, versions: str) -> bool:
         """Whether it is among versions such as `tensorrt >= 10.14 < 11`."""
-        product, *words = versions.split()
+        backend, *words = versions.split()
         limits = dict(zip(words[::2], (_numbers("version", word) for word in words[1::2]), strict=True))
-        if product != self.product or self.version is None:
-            return product == self.product and "<" not in limits
+        if backend != self.backend or self.version is None:
+            return backend == self.backend and "<" not in limits
         return limits.get(">=", (0,)) <= self.version < limits.get("<", (math.inf,))
 
     def sizes(self, size: Dim) -> list[tuple[int, int]]:
@@ -76,30 +76,30 @@ class Target:
     def __str__(self) -> str:
         version = "" if self.version is None else " " + ".".join(map(str, self.version))
         gpu = self.compute_capability
-        return f"{self.product}{version}" + (f" on compute capability {gpu[0]}.{gpu[1]}" if gpu else "")
+        return f"{self.backend}{version}" + (f" on compute capability {gpu[0]}.{gpu[1]}" if gpu else "")
 
 
-def target_from(product: str, version: str | None = None, compute_capability: str | None = None) -> Target:
+def target_from(backend: str, version: str | None = None, compute_capability: str | None = None) -> Target:
     """Read a target as it is written on a command line: `tensorrt`, `10.14.1`, `8.9`."""
     capability = None if compute_capability is None else _numbers("compute capability", compute_capability)
     if capability is not None and len(capability) != 2:
         raise DeployError("A compute capability has two numbers.", got=compute_capability, hint="such as 8.9")
     return Target(
-        product=product,
+        backend=backend,
         version=None if version is None else _numbers("version", version),
         compute_capability=None if capability is None else (capability[0], capability[1]),
     )
 
 
 def requested_target(
-    product: str, version: str | None = None, compute_capability: str | None = None
+    backend: str, version: str | None = None, compute_capability: str | None = None
 ) -> Target:
     """A target that a user named, which must exist; what is installed may be newer than the rules."""
-    target = target_from(product, version, compute_capability)
-    newest = _RELEASES[product].get(target.version[0]) if target.version else 0
+    target = target_from(backend, version, compute_capability)
+    newest = _RELEASES[backend].get(target.version[0]) if target.version else 0
     if newest is None or (target.version is not None and target.version[1:2] > (newest,)):
-        known = ", ".join(f"{major}.0 to {major}.{minor}" for major, minor in _RELEASES[product].items())
-        raise DeployError(f"No such version of {product} is known.", got=version, hint=known)
+        known = ", ".join(f"{major}.0 to {major}.{minor}" for major, minor in _RELEASES[backend].items())
+        raise DeployError(f"No such version of {backend} is known.", got=version, hint=known)
     if compute_capability is not None and compute_capability not in _CAPABILITIES:
         what, known = "No GPU has that compute capability.", ", ".join(_CAPABILITIES)
         raise DeployError(what, got=compute_capability, hint=known)

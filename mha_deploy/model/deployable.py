@@ -29,7 +29,7 @@ class Example:
             that are not named are fixed.
         draw: Makes the input at another shape, where the example does not show how: it gets the shape and a
             seeded generator. By default, floats are drawn with the example's mean and deviation, and
-            integers, booleans and masks of large or infinite floats are cut from the example or repeat it.
+            integers, booleans and masks of large or infinite floats are sliced from the example or repeat it.
     """
 
     tensor: Tensor

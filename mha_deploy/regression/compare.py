@@ -696,7 +696,7 @@ class Comparison(SavableResult):
 
     @property
     def outcome(self) -> Outcome:
-        """Failed where something got worse; not verified where something cannot be told or compared."""
+        """Failed where something got worse; not verified where something cannot be measured or compared."""
         if self.regressions:
             return Outcome.FAILED
         unclear = any(change.level in (NOT_COMPARABLE, INCONCLUSIVE) for change in self.changes)

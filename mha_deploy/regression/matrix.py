@@ -678,7 +678,7 @@ def _digest(parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-_CELL_HEAD = {"tool": {"name": "mha-deploy", "version": __version__}}  # first: it marks a file that was cut
+_CELL_HEAD = {"tool": {"name": "mha-deploy", "version": __version__}}  # first: it marks a truncated file
 
 
 class KeptCell(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -238,7 +238,7 @@ def spread(wanted: Sequence[float], low: float, high: float, gap: float = LINE) 
     return places
 
 
-def cut(words: str, width: float) -> str:
+def truncated(words: str, width: float) -> str:
     """The text, with an ellipsis where it is longer than that."""
     most = max(int(width / LETTER), 2)
     return words if len(words) <= most else f"{words[: most - 1]}…"
@@ -295,7 +295,7 @@ def _bar(row: Data, scale: Scale, y: float, look: Look) -> Markup:
     figures = ", ".join(f"{key} {short(timing[f'{key}_us'])} µs" for key in ("p50", "p90", "p99"))
     return titled(
         f"{row['name']} ({row['backend']}): {figures}",
-        text(scale.start - 20, y, cut(row["name"], _NAME_WIDTH - 20), anchor="end"),
+        text(scale.start - 20, y, truncated(row["name"], _NAME_WIDTH - 20), anchor="end"),
         mark(series.mark, scale.start - 10, y, series.css),
         tag("rect", class_=f"bar {series.css}", **shape),
         *(line(*ends, "whisker") for ends in whiskers),
@@ -395,7 +395,7 @@ def _curves(curves: Mapping[str, Runs], across: Scale, up: Scale, look: Look) ->
     for name, end, y, place_y in zip(curves, ends, wanted, spread(wanted, up.end, up.start), strict=True):
         css = f"leader {look[name].css}{' early' if end.x < last else ''}"
         parts.append(line(across.place(end.x) + 5, y, across.end + 5, place_y, css))
-        parts.append(text(across.end + 8, place_y, cut(name, _LABEL_WIDTH - 8)))
+        parts.append(text(across.end + 8, place_y, truncated(name, _LABEL_WIDTH - 8)))
     return join(parts)
 
 
@@ -576,8 +576,10 @@ def heatmap(data: Data, scale: Scale) -> Markup | None:
     ]
     step = next(n for n in (1, 2, 4, 5, 8, 10, 16, 20, 32, 64) if n * width >= 40 or n == 64)
     parts += [text(_LEFT + c * width, bottom + 12, str(c * each)) for c in range(0, columns, step)]
-    parts.append(text(_LEFT + _MAP_WIDTH, bottom + 28, cut(data["columns"], 200), anchor="end", css="muted"))
-    parts.append(text(0, bottom + 28, f"{cut(data['rows'], 200)} ↓", css="muted"))
+    parts.append(
+        text(_LEFT + _MAP_WIDTH, bottom + 28, truncated(data["columns"], 200), anchor="end", css="muted")
+    )
+    parts.append(text(0, bottom + 28, f"{truncated(data['rows'], 200)} ↓", css="muted"))
     what = f"{data['backend']}, {data['case']}, {data['output']}"
     label = f"Error per {data['rows']} and {data['columns']}: {what}"
     return chart(_LEFT + _MAP_WIDTH + 16, bottom + 38, *parts, label=label, css="heatmap")

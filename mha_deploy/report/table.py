@@ -314,7 +314,7 @@ _ERRORS = ("#rel. L2", "#worst vector|vector", "#slice", "#gain", "+#1 − cos",
 def parity_table(runs: Sequence[Data], explained: Sequence[Data] | None = None) -> Table:
     """A row for every output of every case, in a group for every run.
 
-    `explained` are the verdicts whose reasons are told; default: all that did not pass.
+    `explained` are the verdicts whose reasons are shown; default: all that did not pass.
     """
     several = len({verdict["output"] for run in runs for verdict in run["verdicts"]}) > 1
     groups = []

@@ -370,10 +370,10 @@ class _Http(_Connection):
         }
         headers, content = self._request("POST", self._path(model) + "/infer", self.most_bytes, body, about)
         with _understood("gave an answer that cannot be read"):
-            told = headers.get("Inference-Header-Content-Length")
-            length = len(content) if told is None else int(told) if told.isdecimal() else -1
+            header = headers.get("Inference-Header-Content-Length")
+            length = len(content) if header is None else int(header) if header.isdecimal() else -1
             if not 0 <= length <= len(content):
-                raise ValueError(f"Inference-Header-Content-Length is {told}, of {len(content)} bytes")
+                raise ValueError(f"Inference-Header-Content-Length is {header}, of {len(content)} bytes")
             answer = msgspec.json.decode(content[:length], type=_AnswerData)
             rest, found = memoryview(content)[length:], []
             for each in answer.outputs:
@@ -477,7 +477,7 @@ class _Http(_Connection):
         raise ServerError.of(kind, what, f"{status} {text}", refused=400 <= status < 500 or status == 501)
 
     def _connected(self, deadline: float) -> socket.socket:
-        """The last connection, unless the server ended it or talks out of turn; else a new one."""
+        """The last connection, unless the server ended it or sends what nobody asked for; else a new one."""
         if self._socket is not None:
             with suppress(OSError, ValueError):
                 if not select.select([self._socket], [], [], 0)[0]:

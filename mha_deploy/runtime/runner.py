@@ -153,7 +153,7 @@ def error_line(error: BaseException) -> str:
 
 @contextmanager
 def foreign_errors(problem: str, line: Callable[[Exception], str] = error_line) -> Iterator[None]:
-    """Turn the exceptions of another library, whose types share no base, into one error of this tool."""
+    """Raise one error of this tool for the exceptions of another library, whose types share no base."""
     try:
         yield
     except DeployError:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,7 @@ class Package:
     command: str
     files: tuple[str, ...] = ()
     unbatched: str = ""
-    left_out: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
     decodes: bool = False
 
 
@@ -139,7 +139,7 @@ class Packaging:
         self.engines, self.runtime = self._choose()
         self.backends = (self.runtime,) if self.runtime else tuple(each.path.stem for each in self.engines)
         others = [] if options.backends or self.engines else RuntimeFinder(bundle).engines
-        self.left_out = tuple(f"{e.path.stem}: {'; '.join(reasons_not_to_run(e))}" for e in others)
+        self.left_out = {each.path.stem: "; ".join(reasons_not_to_run(each)) for each in others}
         self.on_gpu = bool(self.engines) or self.runtime in GPU_RUNNERS
         if options.variant == PYTHON and bundle.manifest.precision.name == "bf16":
             got, hint = f"{self.spec.name} bf16", "--variant tensorrt_plan, or export in fp16 or fp32"

@@ -13,7 +13,7 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.sizes import TimedPoint, bench_points, points_from_text
 from mha_deploy.engine.engine import Engine
 from mha_deploy.errors import DeployError
-from mha_deploy.options import BenchOptions
+from mha_deploy.options import BenchOptions, OnName, Step, silent
 from mha_deploy.runtime import child
 from mha_deploy.runtime.cuda import open_gpu
 from mha_deploy.runtime.gpu import measure_throughput
@@ -21,7 +21,7 @@ from mha_deploy.runtime.timing import TimingPlan
 from mha_deploy.status import Kind, Outcome, Reason
 from mha_deploy.text import absent_text, reason_text
 from mha_deploy.validation import evaluate, runtimes
-from mha_deploy.validation.evaluate import WRONG, Evaluation, EvaluationPlan, LatencyPoint, OnStep
+from mha_deploy.validation.evaluate import WRONG, Evaluation, EvaluationPlan, LatencyPoint
 from mha_deploy.validation.records import (
     BenchRecord,
     ThroughputRecord,
@@ -78,7 +78,7 @@ def bench_record(benches: Sequence[ModelBench]) -> BenchRecord:
 
 
 def bench_bundle(
-    bundle: Bundle, options: BenchOptions | None = None, *, on_step: OnStep = lambda name: None
+    bundle: Bundle, options: BenchOptions | None = None, *, on_step: OnName = silent
 ) -> ModelBench:
     """Time every runtime that can run here; refused without a GPU, or where a requested runtime cannot."""
     options = options or BenchOptions()
@@ -108,7 +108,7 @@ def bench_bundle(
             if refused := timed[case.name].refused:
                 loads.append(_refused(row, refused))
                 continue
-            on_step(f"throughput of {runtime.name}: {case.name}")
+            on_step(Step(f"throughput of {runtime.name}", case.name))
             loads += _on_streams(runtime, row, case, plan, options.streams)
     return ModelBench(
         bundle=bundle,

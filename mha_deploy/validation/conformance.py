@@ -29,6 +29,7 @@ from mha_deploy.graph.lower import lower
 from mha_deploy.graph.rules import REFUSED, WRONG_ANSWER, Target, judge, target_from
 from mha_deploy.metrics import Budget, budget_from_samples, measure
 from mha_deploy.model.precision import Precision
+from mha_deploy.options import OnName, silent
 from mha_deploy.rounding import rounded, sample_count
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.cuda import find_gpu
@@ -41,7 +42,7 @@ SENTINEL = -1e4
 """The finite bias that many models give to masked keys."""
 
 _OPSET, _IR_VERSION = 23, 11
-_SHORT, _LONG = 40, 72  # on either side of 64, at which most fused kernels cut the keys
+_SHORT, _LONG = 40, 72  # on either side of 64, at which most fused kernels tile the keys
 _BLOCKS = 400  # left padding of a third of it is more than 128 keys
 
 
@@ -517,7 +518,7 @@ def conformance_table(
     *,
     seed: int = 0,
     cases: Sequence[MaskCase] = CASES,
-    on_column: Callable[[str], None] = lambda name: None,
+    on_column: OnName = silent,
 ) -> ConformanceTable:
     """Run every case in every runtime, and judge the answers.
 

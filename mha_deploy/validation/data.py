@@ -30,7 +30,7 @@ from mha_deploy.errors import DeployError, ExportError
 from mha_deploy.files import read_regular
 from mha_deploy.metrics import Agreement, AgreementCounts, count_agreement, joined_agreement
 from mha_deploy.model.spec import are_within
-from mha_deploy.options import ValidateOptions
+from mha_deploy.options import OnStep, Step, ValidateOptions, silent
 from mha_deploy.output import append_file, is_result, write_file
 from mha_deploy.runtime.child import RuntimeCrash, isolation
 from mha_deploy.runtime.runner import Runner
@@ -39,7 +39,6 @@ from mha_deploy.status import EMPTY_ORACLE, Kind, Outcome, Reason, means
 from mha_deploy.validation.decode import admits
 from mha_deploy.validation.runtimes import Runtime, refuse_without_torch, torch_device
 
-OnSample = Callable[[str, int, int], None]
 Arrays = Mapping[str, np.ndarray]
 
 # -- What the report says of it --------------------------------------------------------------------
@@ -219,7 +218,7 @@ class _Kept:
                 try:
                     found = msgspec.json.decode(line, type=_SampleRecord)
                 except (msgspec.DecodeError, ValueError):
-                    break  # cut short
+                    break  # truncated
                 self.known[found.digest, found.runtime] = found
         if not self.known:
             write_file(path, msgspec.json.encode(header) + b"\n", is_result)
@@ -316,7 +315,7 @@ def validate_data(
     data: UserData,
     runtimes: Sequence[Runtime],
     options: ValidateOptions,
-    on_sample: OnSample = lambda name, number, count: None,
+    on_sample: OnStep = silent,
 ) -> DataPass:
     """Run every sample, and judge it against the reference that its source gives."""
     spec, manifest, measure = bundle.manifest.spec, bundle.manifest, data.measure
@@ -335,7 +334,7 @@ def validate_data(
         try:
             for sample in islice(data.samples, options.data_limit or None):
                 read += 1
-                on_sample(f"data: {sample.name}", read - 1, data.count)
+                on_sample(Step("data", sample.name), read - 1, data.count)
                 taken = as_taken(sample, spec, manifest.precision)
                 for axis, size in taken.sizes.items():
                     low, high = spans.get(axis, (size, size))

@@ -325,29 +325,29 @@ class _DecodeRun:
 
     # -- what must come out -----------------------------------------------------------------------
 
-    def _case(self, name: str, S: int, past: int, cut: Callable[[Arrays], Arrays]) -> GoldenCase:
+    def _case(self, name: str, S: int, past: int, part: Callable[[Arrays], Arrays]) -> GoldenCase:
         """What some part of the trace must be."""
         trace = self.trace
         return GoldenCase(
             name=f"{trace.name} {name}",
             sizes=trace.cache.call_sizes(self.spec, trace.B, S, past),
             inputs={},
-            oracle=trace.oracle.map(cut),
-            eager=cut(trace.eager),
-            baselines={name: each.map(cut) for name, each in trace.baselines.items()},
+            oracle=trace.oracle.map(part),
+            eager=part(trace.eager),
+            baselines={name: each.map(part) for name, each in trace.baselines.items()},
         )
 
     def _call(self, step: int) -> GoldenCase:
         """What the prompts must give, as step 0, or one of the steps behind them."""
         trace, axes, first = self.trace, self.axes, self.trace.longest_prompt
 
-        def cut(results: Arrays) -> Arrays:
+        def part(results: Arrays) -> Arrays:
             if step:
                 return {name: trace.at_step(name, results[name], step) for name in axes}
             return self._prompts({x: np.take(results[x], np.arange(first), axes[x]) for x in axes})
 
         name, S, past = (f"step {step}", 1, first + step - 1) if step else ("prefill", first, 0)
-        return self._case(name, S, past, cut)
+        return self._case(name, S, past, part)
 
     def _prompts(self, outputs: Arrays) -> Arrays:
         return {name: without_padding(x, self.trace.prompt, self.axes[name]) for name, x in outputs.items()}
@@ -494,7 +494,7 @@ def step_budgets(
     """
     each, found = [case_budgets(case, precision) for case in cases], []
     spreads = {
-        name: whole.spread.cuts([partial(np.take, indices=[i], axis=axes[name]) for i in range(len(each))])
+        name: whole.spread.slices([partial(np.take, indices=[i], axis=axes[name]) for i in range(len(each))])
         for name, whole in together.items()
         if whole.spread is not None
     }
@@ -531,7 +531,7 @@ def evaluate_trace(
         with ExitStack() as owned:
             with foreign_errors("The decode loop cannot be opened."):
                 loop = owned.enter_context(open_decode_loop(runner, spec, trace))
-            # How a prompt is cut into calls is the decode loop's to say.
+            # How a prompt is split into calls is the decode loop's to say.
             parts = [part for part, _ in prefill_calls(trace.prompt, loop.most_tokens)]
             if all(takes(part.stop - part.start, part.start) for part in parts):
                 report = run_decode_loop(loop, trace, spec, precision, on_step)

@@ -102,7 +102,7 @@ class OutputProjection:
             return {}
 
         def to_heads(error: np.ndarray) -> np.ndarray:
-            rows = error.reshape(-1, len(inverse))  # one product in place of one for each batch element
+            rows = error.reshape(-1, len(inverse))  # one GEMM in place of one for each batch element
             return self._by_head((rows @ inverse).reshape(*error.shape[:-1], -1))
 
         return {self.output: to_heads}

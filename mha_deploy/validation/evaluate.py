@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.judge import OutputVerdict, ParityReport
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import LayerCost, ModelSpec
+from mha_deploy.options import OnName, Step, silent
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import KernelTime, Timing, TimingPlan
@@ -187,7 +188,6 @@ def problem_of(case: GoldenCase, results: Sequence[Mapping[str, Any]], precision
 
 # -- Evaluation: a runtime is judged, then timed -----------------------------------------------------
 
-OnStep = Callable[[str], None]
 
 _STEPS_REPORTED = 64  # progress is reported every so many steps
 _MAPPED = ("opt", "prefill")  # the usual cases, which are mapped also where they are right
@@ -261,7 +261,7 @@ class Evaluation:
         return list(dict.fromkeys(v.case for v in verdicts if v.is_wrong and v.ran))
 
 
-def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda name: None) -> Evaluation:
+def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnName = silent) -> Evaluation:
     """Open a runtime, judge it, and time it where its answers are right.
 
     One that is wrong anywhere has no time at all: in a case, a decode step, or where a batch element stands.
@@ -278,7 +278,7 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda na
                 if not admits(runner, case.inputs):
                     outside.append(case.name)
                     continue
-                on_step(f"{runtime.name}: {case.name}")
+                on_step(Step(runtime.name, case.name))
                 cases[kind].append(case)
                 verdicts += _judge(runtime, runner, case, plan, heatmaps)
             if verdicts:
@@ -287,13 +287,13 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnStep = lambda na
                 parity.append(judge.parity_from_verdicts(verdicts, **about))
         checks: tuple[InvarianceCheck, ...] = ()
         if plan.invariance and runtime.family == TENSORRT:
-            on_step(f"{runtime.name}: batch elements in other slots")
+            on_step(Step(runtime.name, "batch elements in other slots"))
             checks = invariance_from_runner(runner, cases.get("golden", ()), plan.spec, plan.precision)
         decoded: list[DecodeReport] = []
 
         def progress(trace: DecodeTrace, step: int) -> None:
             if step % _STEPS_REPORTED == 0:
-                on_step(f"{runtime.name}: {trace.name}, step {step} of {trace.steps}")
+                on_step(Step(runtime.name, f"{trace.name}, step {step} of {trace.steps}"))
 
         for trace in plan.traces:
             if found := evaluate_trace(runner, trace, plan.spec, plan.precision, partial(progress, trace)):
@@ -363,19 +363,20 @@ def _judge(
 
 
 def _time(
-    runtime: Runtime, runner: Runner, case: GoldenCase, plan: EvaluationPlan, on_step: OnStep
+    runtime: Runtime, runner: Runner, case: GoldenCase, plan: EvaluationPlan, on_step: OnName
 ) -> LatencyRow:
     """The time of a case."""
-    on_step(f"latency of {runtime.name}: {case.name}")
+    stage = f"latency of {runtime.name}"
+    on_step(Step(stage, case.name))
     row = LatencyRow(name=runtime.name, backend=runner.name, family=runtime.family)
     row = time_case(runner, case, row, plan)
     if row.timing is not None:  # reported at once: a later crash does not lose it
-        on_step(f"latency of {runtime.name}: {case.name} takes {row.timing.p50:.1f} µs")
+        on_step(Step(stage, f"{case.name} takes {row.timing.p50:.1f} µs"))
     return row
 
 
 def evaluate_all(
-    runtimes: Iterable[Runtime], plan: EvaluationPlan, on_step: OnStep, *, strict: bool = False
+    runtimes: Iterable[Runtime], plan: EvaluationPlan, on_step: OnName, *, strict: bool = False
 ) -> tuple[list[Evaluation], list[Mapping[str, LatencyRow]]]:
     """Evaluate runtimes, and their rows; of one that could not be opened they say why, unless `strict`."""
     evaluated, rows = list[Evaluation](), list[Mapping[str, LatencyRow]]()

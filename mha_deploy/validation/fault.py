@@ -35,6 +35,7 @@ from mha_deploy.graph.ir import nodes_behind
 from mha_deploy.graph.upcast import float32_twin, unfused_twin
 from mha_deploy.judge import Accumulation, OutputVerdict, ParityReport
 from mha_deploy.model.precision import Precision
+from mha_deploy.options import OnName, OnStep, Step, silent, uncounted
 from mha_deploy.runtime import RUNNERS, available_cpu_backend, open_runner
 from mha_deploy.runtime.runner import Arrays, Runner
 from mha_deploy.status import Kind, Outcome, Reason, Word, derive, means
@@ -255,7 +256,7 @@ class Bisection(Struct, frozen=True, kw_only=True):
         derive(self, outcome=Outcome.passing(self.wrong is None))
 
 
-def bisect(bundle: Bundle, backend: str | None, on_step: Callable[[str, int, int], None]) -> Bisection:
+def bisect(bundle: Bundle, backend: str | None, on_step: OnStep) -> Bisection:
     """Find where a runtime, by default the first engine that runs here, leaves the oracle."""
     finder = RuntimeFinder(bundle)
     running = [] if backend in RUNNERS else finder.running_engines()
@@ -272,7 +273,7 @@ def bisect(bundle: Bundle, backend: str | None, on_step: Callable[[str, int, int
         name, open_model = runtime.name, twin_opener(runtime.engine, bundle)
     on_step("reference", 0, 0)
     trusted = reference_for(bundle, case_to_bisect(bundle), name)
-    found = bisect_bundle(bundle, name, open_model, trusted.values, lambda step: on_step(step, 0, 0))
+    found = bisect_bundle(bundle, name, open_model, trusted.values, uncounted(on_step))
     doubt = None if found.wrong is None else trusted.doubt
     return structs.replace(found, reference=trusted.title, doubt=doubt)
 
@@ -282,7 +283,7 @@ def bisect_bundle(
     backend: str,
     open_model: OpenModel,
     reference: ReferenceValues,
-    on_step: Callable[[str], None] = lambda name: None,
+    on_step: OnName = silent,
 ) -> Bisection:
     """Find where a runtime leaves the oracle: the whole model, its attentions, then its nodes."""
     search, name = _FaultSearch(bundle, open_model, reference, on_step), bundle.manifest.spec.name
@@ -322,7 +323,7 @@ class _FaultSearch:
         bundle: Bundle,
         open_model: OpenModel,
         reference: ReferenceValues,
-        on_step: Callable[[str], None],
+        on_step: OnName,
     ) -> None:
         self.precision, self.open_model = bundle.manifest.precision, open_model
         self.reference, self.on_step = reference, on_step
@@ -343,7 +344,7 @@ class _FaultSearch:
         while self.layers is not None and untried:
             middle = (len(untried) - 1) // 2
             name, value = untried[middle]
-            self.on_step(f"attention: {name}")
+            self.on_step(Step("attention", name))
             (found,) = _judge_layers(self.layers, {name: self.run((value,))[value]}, self.precision)
             if found.is_wrong:
                 first_wrong, untried = found, untried[:middle]
@@ -380,7 +381,7 @@ class _FaultSearch:
 
     def _problem(self, name: str, wanted: Mapping[str, np.ndarray], limit: float | None) -> str | None:
         """What is wrong with a value; None where it is right."""
-        self.on_step(f"value: {name}")
+        self.on_step(Step("value", name))
         got, want = self.run((name,))[name], wanted[name].astype(np.float64)
         if got.shape != want.shape:
             return f"shape {got.shape}, not {want.shape}"

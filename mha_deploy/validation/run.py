@@ -28,7 +28,7 @@ from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.judge import ParityReport
 from mha_deploy.model.spec import Axis, ModelSpec, Sizes, are_within
-from mha_deploy.options import ValidateOptions
+from mha_deploy.options import OnName, OnStep, Step, ValidateOptions, silent
 from mha_deploy.runtime import CPU_RUNNERS, RUNNERS, open_runner
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.cuda import find_gpu, open_gpu
@@ -36,10 +36,10 @@ from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import TimingPlan
 from mha_deploy.validation import evaluate, runtimes
 from mha_deploy.validation.conformance import conformance_table, mask_columns
-from mha_deploy.validation.data import DataPass, OnSample, UserData, open_data, validate_data
+from mha_deploy.validation.data import DataPass, UserData, open_data, validate_data
 from mha_deploy.validation.decode import traces_of
 from mha_deploy.validation.error_map import output_projection
-from mha_deploy.validation.evaluate import Evaluation, EvaluationPlan, LatencyRow, OnStep
+from mha_deploy.validation.evaluate import Evaluation, EvaluationPlan, LatencyRow
 from mha_deploy.validation.fault import FaultReport, OpenModel, attribute_fault, graph_at_fault, layer_parity
 from mha_deploy.validation.fp16_range import RangeReport, fp16_range
 from mha_deploy.validation.runtimes import Runtime, RuntimeFinder, Unavailable
@@ -63,9 +63,9 @@ def validate_bundle(
     options: ValidateOptions | None = None,
     *,
     build: Build | None = None,
-    on_step: OnStep = lambda name: None,
+    on_step: OnName = silent,
     runners: Sequence[Runner] = (),
-    on_sample: OnSample = lambda name, number, count: None,
+    on_sample: OnStep = silent,
 ) -> Validation:
     """Run every available runtime on the golden cases, judge the results, and time them.
 
@@ -75,7 +75,7 @@ def validate_bundle(
     are judged in place of the bundle's own.
     """
     before = bundle.state()
-    validation = _ValidationRun(bundle, options or ValidateOptions(), on_step, runners)
+    validation = _Validator(bundle, options or ValidateOptions(), on_step, runners)
     validation.on_sample = on_sample
     report = validation.report(build)
     if bundle.state() != before:
@@ -85,24 +85,24 @@ def validate_bundle(
 
 
 def draw_cases(
-    bundle: Bundle, options: ValidateOptions, on_step: OnStep
+    bundle: Bundle, options: ValidateOptions, on_step: OnName
 ) -> tuple[dict[str, Sequence[GoldenCase]], tuple[Unavailable, ...]]:
     """The cases that are drawn besides the golden ones, by kind; and what could not be drawn."""
-    validation = _ValidationRun(bundle, options, on_step)
+    validation = _Validator(bundle, options, on_step)
     manifest = bundle.manifest
     plan = EvaluationPlan(spec=manifest.spec, precision=manifest.precision, cases={})
     return dict(validation._with_drawn_cases(plan, ()).cases), tuple(validation.finder.absent)
 
 
-class _ValidationRun:
+class _Validator:
     """One validation, step by step."""
 
     def __init__(
-        self, bundle: Bundle, options: ValidateOptions, on_step: OnStep, runners: Sequence[Runner] = ()
+        self, bundle: Bundle, options: ValidateOptions, on_step: OnName, runners: Sequence[Runner] = ()
     ) -> None:
         self.bundle, self.options, self.on_step = bundle, options, on_step
         self.finder = RuntimeFinder(bundle, engine=options.engine)
-        self.on_sample: OnSample = lambda name, number, count: None
+        self.on_sample: OnStep = silent
         self.subjects = subjects_of(bundle, options, runners)
         self.golden = list(golden_cases(bundle))
         self.rows: list[Mapping[str, LatencyRow]] = []
@@ -132,8 +132,11 @@ class _ValidationRun:
         rows += self.rows  # what is compared against comes first in a table
         ranges, fault, table = self._measure_ranges(), self._attribute_fault(judged), None
         if options.conformance:
-            columns, on_column = mask_columns(manifest.precision), lambda name: self.on_step(f"masks: {name}")
-            table = conformance_table(columns, manifest.precision, on_column=on_column)
+            table = conformance_table(
+                mask_columns(manifest.precision),
+                manifest.precision,
+                on_column=lambda name: self.on_step(Step("masks", name)),
+            )
         own = not self.subjects  # the bundle's own engines are not what was judged
         report = Validation(
             bundle=self.bundle,
@@ -185,7 +188,7 @@ class _ValidationRun:
 
     def _draw_sweep(self, profiles: Sequence[Mapping[str, Axis]]) -> list[GoldenCase]:
         """Every profile at its corners, with inputs that no golden case has."""
-        self.on_step("sweep: inputs and their FP64 oracle")
+        self.on_step(Step("sweep", "inputs and their FP64 oracle"))
         points = sweep_points(self.bundle.manifest.spec, profiles, limit=self._oracle_limit)
         self.notes += [f"sweep-{point.name}: {point.note}" for point in points if point.note]
         draw = partial(self._fresh.case, seed=self.options.seed)
@@ -370,7 +373,7 @@ class _ValidationRun:
         if opener is None or self.bundle.manifest.layers is None:
             return None
         what = "every attention by itself"
-        self.on_step(f"{runtime.name}: {what}")
+        self.on_step(Step(runtime.name, what))
         try:
             return layer_parity(self.bundle, opener, runtime.accumulation(self.bundle.manifest.precision))
         except RuntimeCrash as crash:

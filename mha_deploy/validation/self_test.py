@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
 import onnx_ir as ir
@@ -15,7 +15,7 @@ from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.mutate import IN_CACHES, OF_QUANTIZATION, mutated, mutations
 from mha_deploy.judge import OutputVerdict, ParityReport
 from mha_deploy.metrics import Budget
-from mha_deploy.options import ValidateOptions
+from mha_deploy.options import OnName, ValidateOptions, silent
 from mha_deploy.runtime import cpu_backend, open_runner
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.status import Outcome, derive
@@ -88,9 +88,7 @@ class SelfTest(Struct, frozen=True, kw_only=True):
         return self.outcome is Outcome.PASSED
 
 
-def self_test(
-    bundle: Bundle, backend: str | None = None, *, on_mutation: Callable[[str], None] = lambda name: None
-) -> SelfTest:
+def self_test(bundle: Bundle, backend: str | None = None, *, on_mutation: OnName = silent) -> SelfTest:
     """Validate the bundle's own graph, then every mutated copy of it.
 
     On the golden cases and, where PyTorch is installed, on probe inputs; every attention of a module also by

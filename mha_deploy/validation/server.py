@@ -22,7 +22,7 @@ from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.judge import OutputVerdict, ParityReport, failed_to_run, judge_case, parity_from_verdicts
-from mha_deploy.options import OnStep, ValidateOptions
+from mha_deploy.options import OnStep, Step, ValidateOptions, silent, uncounted
 from mha_deploy.runtime.kserve import TIMEOUT, UNREACHABLE, ServerError, ServerRunner, joined, served_name
 from mha_deploy.runtime.runner import Arrays
 from mha_deploy.text import group_by, plural
@@ -37,9 +37,7 @@ T = TypeVar("T")
 _KEPT_BYTES = 256 << 20  # results that are kept to be judged, of one number of clients
 
 
-def validate_server(
-    bundle: Bundle, options: ValidateOptions, on_step: OnStep = lambda *step: None
-) -> Validation:
+def validate_server(bundle: Bundle, options: ValidateOptions, on_step: OnStep = silent) -> Validation:
     """Judge a served model by the golden cases and the decode traces of its bundle, under load."""
     return _ServerValidation(bundle, options, on_step).report()
 
@@ -81,14 +79,14 @@ class _ServerValidation:
             kept = "golden cases were not run: their KV cache is an input, and this server keeps its own"
             notes = (f"{kept}; the decode traces were replayed",)
         else:
-            drawn, absent = draw_cases(self.bundle, options, lambda step: on_step(step, 0, 0))
+            drawn, absent = draw_cases(self.bundle, options, uncounted(on_step))
             kinds = {"golden": golden, **drawn}
             runner.most_bytes = self._largest_answer(kinds.values(), traces)
             for kind, cases in kinds.items():
-                on_step(f"{runner.model}: {kind} cases", 0, 0)
+                on_step(Step(runner.model, f"{kind} cases"), 0, 0)
                 parity.append(self._parity([v for case in cases for v in self._run_and_judge(case)], kind))
             for trace in traces if self._silent is None else ():
-                on_step(f"{runner.model}: {trace.name}", 0, 0)
+                on_step(Step(runner.model, trace.name), 0, 0)
                 decode += filter(None, [evaluate_trace(runner, trace, self.spec, self.precision)])
             units = self._elements([case for cases in kinds.values() for case in cases])
         for clients in options.clients:

@@ -195,7 +195,7 @@ def test_an_engine_is_built_and_can_be_inspected(run_cli, folder):
         file.write(b"\0")
     changed = run_cli("inspect", engine)
     assert changed.code == 2
-    assert "changed or cut short" in changed.err
+    assert "changed or truncated" in changed.err
 
 
 @pytest.mark.slow

@@ -184,7 +184,7 @@ def test_a_changed_or_truncated_engine_is_refused(built, tmp_path):
         path = tmp_path / built.path.name
         path.write_bytes(damage(built.path.read_bytes()))
         shutil.copy(manifest_path(built.path), manifest_path(path))
-        with pytest.raises(BundleError, match="changed or cut short"):
+        with pytest.raises(BundleError, match="changed or truncated"):
             open_engine(path)
 
 

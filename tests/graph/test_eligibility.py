@@ -106,11 +106,11 @@ def test_versions_bound_the_rules() -> None:
 
 
 def test_a_target_without_version_is_the_newest() -> None:
-    assert rules(node(past="P"), Target(product="tensorrt")) == rules(node(past="P"), TRT_11)
+    assert rules(node(past="P"), Target(backend="tensorrt")) == rules(node(past="P"), TRT_11)
 
 
 @pytest.mark.parametrize(
-    ("product", "capability", "dtype", "rule"),
+    ("backend", "capability", "dtype", "rule"),
     [
         ("tensorrt", "7.0", "fp16", "compute-capability"),
         ("tensorrt-rtx", "9.0", "fp16", "rtx-gpu"),
@@ -119,8 +119,8 @@ def test_a_target_without_version_is_the_newest() -> None:
         ("tensorrt", "7.5", "bf16", "bf16-gpu"),
     ],
 )
-def test_compute_capability(product: str, capability: str, dtype: str, rule: str) -> None:
-    target = target_from(product, compute_capability=capability)
+def test_compute_capability(backend: str, capability: str, dtype: str, rule: str) -> None:
+    target = target_from(backend, compute_capability=capability)
     assert rule in rules(node(dtype=dtype), target)
 
 
@@ -200,7 +200,7 @@ def test_rules_are_well_formed() -> None:
         assert rule.source or name == "type-or-head-size-unknown"
         assert rule.message
         assert bool(rule.operators) == (name in _OPERATORS)
-        assert any(rule.covers(target_from(product, version)) for product, version in SOME_VERSIONS)
+        assert any(rule.covers(target_from(backend, version)) for backend, version in SOME_VERSIONS)
 
 
 @pytest.mark.parametrize(

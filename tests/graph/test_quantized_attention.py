@@ -118,8 +118,8 @@ def test_an_older_opset_has_its_scales_in_float32():
     assert [node.op_type for node in graph.graph].count("QuantizeLinear") == 4
 
 
-def rules_of(model, *, product="tensorrt-rtx", version=None, gpu="8.9", S="32:64:128"):
-    target = target_from(product, version, gpu)
+def rules_of(model, *, backend="tensorrt-rtx", version=None, gpu="8.9", S="32:64:128"):
+    target = target_from(backend, version, gpu)
     target = type(target)(**{**vars(target), "profiles": [{"S": Axis.parse(S, name="S")}]})
     (answer,) = judge(attention_nodes(model), target)
     return {each.rule for each in answer.findings}, answer
@@ -132,8 +132,8 @@ def rules_of(model, *, product="tensorrt-rtx", version=None, gpu="8.9", S="32:64
         ("fp8", {}, {"S": "1:64:128"}, "fp8-few-queries"),
         ("fp8", {}, {"gpu": "8.6"}, "fp8-gpu"),
         ("fp8", {"size": 320}, {}, "fp8-head-size"),
-        ("fp8", {}, {"product": "tensorrt", "version": "8.6"}, "fp8-version"),
-        ("fp8", {}, {"product": "tensorrt", "version": "10.15"}, "fp8-operator"),
+        ("fp8", {}, {"backend": "tensorrt", "version": "8.6"}, "fp8-version"),
+        ("fp8", {}, {"backend": "tensorrt", "version": "10.15"}, "fp8-operator"),
         ("int8", {"size": 48}, {}, "int8-limits"),
         ("int8", {}, {"S": "32:64:513"}, "int8-limits"),
         ("int8", {}, {}, "int8-output"),

@@ -16,7 +16,6 @@ from mha_deploy.report.charts import (
     LIGHT,
     LIGHT_PAGE,
     Scale,
-    cut,
     escaped,
     heat_scale,
     heatmap,
@@ -30,6 +29,7 @@ from mha_deploy.report.charts import (
     sweep_chart,
     sweep_panels,
     tag,
+    truncated,
 )
 from mha_deploy.report.table import number
 from mha_deploy.text import budget_share, error, point_name, short, size, tick, times
@@ -79,8 +79,8 @@ def test_labels_are_moved_apart_in_their_order():
 
 
 def test_long_labels_are_cut():
-    assert cut("short", 100) == "short"
-    assert cut("a" * 50, 66) == "a" * 9 + "…"
+    assert truncated("short", 100) == "short"
+    assert truncated("a" * 50, 66) == "a" * 9 + "…"
 
 
 # -- numbers ---------------------------------------------------------------------------------------

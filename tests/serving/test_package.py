@@ -65,7 +65,7 @@ def test_an_engine_that_cannot_run_here_and_is_left_out_is_named(bundles, tmp_pa
     engine = md.build_engine(bundle, backend="tensorrt-rtx", targets="89")
     if not (misfits := md.inspect(engine.path).misfits):
         pytest.skip("the engine runs here")
-    assert md.package(bundle, tmp_path / "models").left_out == (f"tensorrt-rtx: {'; '.join(misfits)}",)
+    assert md.package(bundle, tmp_path / "models").left_out == {"tensorrt-rtx": "; ".join(misfits)}
     assert not md.package(bundle, tmp_path / "more", backends=["ort-cpu"]).left_out
 
 

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
 from mha_deploy.bundle.cases import Baseline, golden_cases
-from mha_deploy.exporter.file_program import ChangedRun, ExactRun, FileProgram, FileRounding
+from mha_deploy.exporter.file_program import ChangedMode, ExactMode, FileProgram, FileRounding
 from mha_deploy.exporter.oracle import RandomRounding
 from mha_deploy.exporter.samples import sample_case, sample_parts
 from mha_deploy.graph.file import graph_from_proto
@@ -760,9 +760,9 @@ def test_a_loop_runs_again_where_the_results_of_nodes_are_kept():
         return (lambda compute, inputs: compute(inputs[0] + 1)) if node.operator == "Neg" else None
 
     program = FileProgram(graph_from_proto(onnx.parser.parse_model(LOOP)))
-    feeds, exact = {"x": np.array([1, 3], "f"), "count": np.array(3)}, ExactRun()
+    feeds, exact = {"x": np.array([1, 3], "f"), "count": np.array(3)}, ExactMode()
     assert program.run(feeds, exact)["z"].tolist() == [[-2, -6], [-4, -12], [-8, -24]]
-    got = program.run(feeds, ChangedRun(changed, results=exact.results))["z"]
+    got = program.run(feeds, ChangedMode(changed, results=exact.results))["z"]
     assert got.tolist() == [[-3, -7], [-5, -13], [-9, -25]]
 
 

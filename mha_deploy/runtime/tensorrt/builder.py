@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import onnx.numpy_helper
 from google.protobuf.message import DecodeError
 
 from mha_deploy.errors import BackendUnavailable, nearest
-from mha_deploy.options import EngineOptions
+from mha_deploy.options import EngineOptions, OnStep
 from mha_deploy.runtime.tensorrt import kernels as reported
 from mha_deploy.runtime.tensorrt.engine_runner import Profile, TensorRTRunner, load_engine
 from mha_deploy.runtime.tensorrt.kernels import EngineTensor, Kernel, LargeTensor, dtype_of
@@ -419,11 +419,8 @@ def _build_failure(rt: TensorRT, messages: Sequence[Message], names: NodeNames) 
 
 # -- The progress of the builder (`IProgressMonitor`; 8.6 has none) --------------------------------
 
-OnProgress = Callable[[str, int, int], None]
-"""Called with a phase, how many of its steps are done, and how many it has. Phases nest."""
 
-
-def _make_monitor(trt: Any, on_progress: OnProgress) -> Any:
+def _make_monitor(trt: Any, on_progress: OnStep) -> Any:
     """Wrap a callback for `IBuilderConfig.progress_monitor`.
 
     What it raises, Ctrl-C among them, cancels the build; `failure` is raised when the builder has returned.
@@ -463,7 +460,7 @@ _SAYS_NOTHING = re.compile(r"Make sure input \S+ has Int64 binding")
 # -- The build -------------------------------------------------------------------------------------
 
 
-def build_engine(rt: TensorRT, request: BuildRequest, on_progress: OnProgress | None = None) -> BuiltEngine:
+def build_engine(rt: TensorRT, request: BuildRequest, on_progress: OnStep | None = None) -> BuiltEngine:
     """Build an engine. An exception that `on_progress` raises cancels the build and is raised here."""
     trt = rt.module
     names = read_names(request.onnx)
@@ -568,7 +565,7 @@ def _start_builder(rt: TensorRT) -> Any:
     try:
         return trt.Builder(logger_for(rt))
     except (TypeError, RuntimeError) as cause:
-        # The binding turns a null pointer into TypeError: TensorRT proper finds no GPU.
+        # The binding makes a TypeError of a null pointer: TensorRT proper finds no GPU.
         problem = f"{rt.title} cannot start its builder here."
         hint = "use a machine with an NVIDIA GPU, or the backend tensorrt-rtx, which needs none"
         raise BackendUnavailable(problem, got=cause, hint=hint) from cause

@@ -121,7 +121,7 @@ def load_engine(rt: TensorRT, plan: bytes, *, host_code: bool = False) -> tuple[
     with collect(rt) as messages:
         try:
             runtime = trt.Runtime(logger_for(rt))
-        except (TypeError, RuntimeError) as cause:  # the binding turns a null pointer into TypeError
+        except (TypeError, RuntimeError) as cause:  # the binding makes a TypeError of a null pointer
             problem = f"{rt.title} cannot start its runtime here."
             raise BackendUnavailable(problem, got=cause, hint="mha-deploy doctor") from cause
         if host_code and rt.can.version_compatible:
@@ -235,7 +235,7 @@ class BoundContext(Closing):
 
     @contextmanager
     def _listening(self, failure: str) -> Iterator[None]:
-        """Turn whatever fails inside into one error, with TensorRT's messages meanwhile."""
+        """Raise one error for whatever fails inside, with TensorRT's messages meanwhile."""
         with collect(self._rt) as messages:
             try:
                 yield

@@ -361,7 +361,7 @@ _NAMES_ALL_TYPES = re.compile(
 )
 _FACTOR = re.compile(r"_(alpha|beta)(_myl\d+)?$")
 _SELECTED_AT_LOAD = "CASK_STUB"
-# A product of a matrix and a vector has no use for tensor cores, so it is computed in the types it reads.
+# A GEMV has no use for tensor cores, so it is computed in the types it reads.
 _OF_VECTORS = re.compile(r"gemv", re.IGNORECASE)
 # Layers that only store or move data; around plugins, 8.6 does not report their types.
 _CARRIER = re.compile(r"^(constant|no_?op|shuffle|reformat|shape_?host_?to_?device)", re.IGNORECASE)
@@ -505,7 +505,7 @@ def _quantized_matmuls(
 def _matmuls_by_graph(kernels: Sequence[Kernel], written: Written) -> tuple[set[int], list[str]]:
     """The kernels that compute a matmul by what the graph says of their nodes, and the matmuls without one.
 
-    A matmul may be generated as products of elements and their sum, which its kernel's name does not
+    A matmul may be generated as elementwise multiplications and their sum, which its kernel's name does not
     distinguish from a norm. What no kernel of a profile reports is missing: such a report is not complete.
     Only where the nodes of a kernel are recorded one by one: elsewhere they are parts of the names of layers.
     """

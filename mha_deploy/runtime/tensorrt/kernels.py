@@ -66,7 +66,7 @@ _GENERATED_MATMUL = re.compile(
 # Myelin names the kernels that it generates after their operators, in four letters or (8.6) in three.
 _GENERATED_NAME = re.compile(r"^__my[le]_(?:bb\d+_\d+_)?([A-Za-z0-9]*?)(?:_0x[0-9a-f]+\w*|_myl\d+_\d+|\d*)?$")
 _MATMUL_OPERATORS = " fc corr matm matmul mat gemm gem gemv dot bmm mm eins "
-# What a matmul may be generated as: a product of elements that are then added, or of which there is one only.
+# What a matmul may be generated as: elementwise multiplications that are then added, or a single one.
 # `etc` stands for operators that the name leaves out.
 _PRODUCTS, _SUMS = frozenset({"mul", "prod", "etc"}), frozenset({"sum", "redu", "mean", "etc"})
 _SMALL_OPERATORS = (
@@ -174,7 +174,7 @@ class Kernel:
 
     @property
     def can_multiply(self) -> bool:
-        """Whether a matmul may be among what its name shows, written as products of elements."""
+        """Whether a matmul may be among what its name shows, written as elementwise multiplications."""
         return not (self.is_plugin or _PRODUCTS.isdisjoint(self.operators))
 
     @property
