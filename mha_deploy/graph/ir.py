@@ -206,7 +206,7 @@ class TensorPart(NamedTuple):
     end: int | None  # where it ends; None where the sizes are not known
 
 
-def cut_of(value: ir.Value | None) -> TensorPart | None:
+def part_of(value: ir.Value | None) -> TensorPart | None:
     """The part of another tensor that a value is, by a Slice along one axis or a Split; else None."""
     node = made_by(value, "Slice", "Split")
     source, count = input_at(node, 0), len(dims(input_at(node, 0)))

@@ -21,7 +21,7 @@ from mha_deploy.graph.fuse.values import (
     holds,
     product,
     same_dims,
-    same_or_cut,
+    same_or_sliced,
     scalar_of,
     sizes_of,
     walk,
@@ -321,7 +321,7 @@ def _from_elementwise(node: ir.Node, parts: list[_Found]) -> _Found:
         for part, value in zip(triangles, node.inputs, strict=True):
             before = sizes_of(value) or ()
             # A piece of a triangle may have one row, which broadcasting copies: it is no triangle any more.
-            whole = after and len(before) >= 2 and all(map(same_or_cut, before[-2:], after[-2:]))
+            whole = after and len(before) >= 2 and all(map(same_or_sliced, before[-2:], after[-2:]))
             if part.visible != part.hidden and not whole:
                 return None
         return Triangle(*(float(compute(*numbers)) for numbers in zip(*triangles, strict=True)))
@@ -751,7 +751,7 @@ def _causal_at(terms: list[Term], enough: tuple[float, float], size: Size, order
     """
     for index, term in enumerate(terms):
         dims = () if term.times else sizes_of(term.value) or ()
-        square = len(dims) >= 2 and all(same_or_cut(each, size) for each in dims[-2:])
+        square = len(dims) >= 2 and all(same_or_sliced(each, size) for each in dims[-2:])
         found = triangle_of(term.value) if square and term.axes[-2:] == order else None
         if found is None:
             continue
@@ -1031,10 +1031,12 @@ class ScorePlace:
         full = "".join(axis for axis in self.order if len(axis) > 1 and large & set(axis))
         full = "".join(letter for letter in full if letter in apart)
         if any(apart[each] == 1 != self.sizes[each] for each in full):
-            thin = {each for each in full if apart[each] == 1}
-            held = {letter: (value, at) for at, letter in enumerate(apart) if letter not in thin}
+            broadcast = {each for each in full if apart[each] == 1}
+            held = {letter: (value, at) for at, letter in enumerate(apart) if letter not in broadcast}
             kind = value.type
-            value = builder.expand(value, *(self._size(each, held) if each in thin else 1 for each in apart))
+            value = builder.expand(
+                value, *(self._size(each, held) if each in broadcast else 1 for each in apart)
+            )
             value.type = kind
             apart |= {letter: self.sizes[letter] for letter in full}
         return rejoined(value, tuple(apart), self.order, apart, builder, self.sources)

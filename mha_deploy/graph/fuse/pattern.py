@@ -351,8 +351,8 @@ def _before_interleave(operand: Operand, head: str) -> Operand | None:
         if not same_dims(flat[1:], (sizes_of(copied) or ())[-2:]) or head in axes[-2:]:
             return None
         axes, result = (*axes[:-2], axes[-1], axes[-2]), [*result[:-2], result[-1], result[-2]]
-    thin, wide = _source_of_copies(copied), sizes_of(copied)
-    if thin is None or wide is None or len(wide) != len(result) + 1 or head not in axes:
+    single, wide = _source_of_copies(copied), sizes_of(copied)
+    if single is None or wide is None or len(wide) != len(result) + 1 or head not in axes:
         return None
     at = axes.index(head)
     heads, group = wide[at : at + 2]
@@ -360,12 +360,12 @@ def _before_interleave(operand: Operand, head: str) -> Operand | None:
     one = [*wide[: at + 1], 1, *wide[at + 2 :]]
     if not isinstance(heads, int) or not isinstance(group, int) or not same_dims(result, joined):
         return None
-    if not same_dims(sizes_of(thin) or (), one):
+    if not same_dims(sizes_of(single) or (), one):
         return None
     axes = (*axes[: at + 1], "", *axes[at + 1 :])
-    while (node := made_by(thin, "Transpose")) is not None and node.inputs[0] is not None:
-        thin, axes = node.inputs[0], before_transpose(node, axes)
-    source, sizes = input_at(made_by(thin, "Unsqueeze", "Reshape"), 0), sizes_of(thin) or []
+    while (node := made_by(single, "Transpose")) is not None and node.inputs[0] is not None:
+        single, axes = node.inputs[0], before_transpose(node, axes)
+    source, sizes = input_at(made_by(single, "Unsqueeze", "Reshape"), 0), sizes_of(single) or []
     place = axes.index("")
     if source is None or not same_dims(sizes_of(source) or (), sizes[:place] + sizes[place + 1 :]):
         return None

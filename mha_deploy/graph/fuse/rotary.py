@@ -351,12 +351,12 @@ def _sliced(self: Columns, node: ir.Node, value: ir.Value, depth: int) -> np.nda
         return None if inside is None else self.mapped(node, columns)
     if begins is None or ends is None or (steps is None and input_at(node, 4) is not None):
         return None
-    cut = [slice(None)] * columns.ndim
+    slices = [slice(None)] * columns.ndim
     for axis, begin, end, step in zip(inside, begins, ends, steps or [1] * len(inside), strict=True):
         if step < 1:
             return None
-        cut[axis] = slice(begin, end, step)
-    return columns[tuple(cut)]
+        slices[axis] = slice(begin, end, step)
+    return columns[tuple(slices)]
 
 
 def _gathered(self: Columns, node: ir.Node, value: ir.Value, depth: int) -> np.ndarray | None:

@@ -39,7 +39,6 @@ from mha_deploy.graph.ir import (
     TensorPart,
     constant,
     constant_ints,
-    cut_of,
     graph_of_node,
     inner_graphs,
     input_at,
@@ -47,6 +46,7 @@ from mha_deploy.graph.ir import (
     made_by,
     nodes_behind,
     nodes_in,
+    part_of,
     perm,
     rank,
     reference_evaluator,
@@ -1171,7 +1171,7 @@ def _power(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     return _like(builder, node.outputs[0], "Exp", scaled)
 
 
-def _summed_product(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+def _multiplied_and_summed(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """`sum(x * y)`, where each is copied along an axis of the other: a matmul."""
     inner, total = made_by(node.inputs[0], "Mul"), node.outputs[0]
     if inner is None or len(inner.outputs[0].uses()) != 1 or None in inner.inputs:
@@ -1185,15 +1185,15 @@ def _summed_product(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
         return single
     letters, operands, texts = string.ascii_lowercase[: len(shapes[0])], list[ir.Value](), list[str]()
     for value, own, other in zip(given, shapes, reversed(shapes), strict=True):
-        thin = [at for at, pair in enumerate(zip(own, other, strict=True)) if pair[0] == 1 != pair[1]]
-        if value is None or not thin or summed is None or summed in thin:
+        broadcast = [at for at, pair in enumerate(zip(own, other, strict=True)) if pair[0] == 1 != pair[1]]
+        if value is None or not broadcast or summed is None or summed in broadcast:
             return None
-        sizes = [size for at, size in enumerate(own) if at not in thin]
+        sizes = [size for at, size in enumerate(own) if at not in broadcast]
         before = input_at(made_by(value, "Unsqueeze"), 0)
         if before is None or sizes_of(before) != sizes:
-            before = _typed(builder.op("Squeeze", value, builder.ints(*thin)), value.dtype, sizes)
+            before = _typed(builder.op("Squeeze", value, builder.ints(*broadcast)), value.dtype, sizes)
         operands.append(before)
-        texts.append("".join(letter for at, letter in enumerate(letters) if at not in thin))
+        texts.append("".join(letter for at, letter in enumerate(letters) if at not in broadcast))
     kept = letters.replace(letters[summed or 0], "")
     result = builder.op("Einsum", *operands, equation=f"{','.join(texts)}->{kept}")
     if not node.attributes.get_int("keepdims", 1):
@@ -1223,8 +1223,8 @@ def _before_tiling(value: ir.Value | None, builder: NodeBuilder) -> ir.Value | N
         return value
     if wide[:-1] != before[:-1] or [*before[:-1], after[-2], before[-1]] != after:
         return value
-    thin = builder.unsqueeze(source, len(before) - 1)
-    return _typed(thin, source.dtype, [*before[:-1], 1, before[-1]])
+    broadcast = builder.unsqueeze(source, len(before) - 1)
+    return _typed(broadcast, source.dtype, [*before[:-1], 1, before[-1]])
 
 
 def _summed_with_vector(
@@ -1235,16 +1235,18 @@ def _summed_with_vector(
     for at in (0, 1):
         vector, matrix = given[at], given[1 - at]
         own, other = sizes_of(vector) or [], sizes_of(matrix) or []
-        thin = [axis for axis, pair in enumerate(zip(own, other, strict=True)) if pair[0] == 1 != pair[1]]
+        broadcast = [
+            axis for axis, pair in enumerate(zip(own, other, strict=True)) if pair[0] == 1 != pair[1]
+        ]
         last = len(own) - 1
         if vector is None or matrix is None or len(own) < 2 or other != whole:
             continue
         order = [*range(last - 1), last, last - 1]
-        turned = _typed(builder.transpose(vector, *order), vector.dtype, [own[axis] for axis in order])
-        if (summed, thin) == (last, [last - 1]) and _feeds_softmax(total):
-            pair = (matrix, turned)
-        elif (summed, thin) == (last - 1, [last]) and _is_weights(vector):
-            pair = (turned, matrix)
+        transposed = _typed(builder.transpose(vector, *order), vector.dtype, [own[axis] for axis in order])
+        if (summed, broadcast) == (last, [last - 1]) and _feeds_softmax(total):
+            pair = (matrix, transposed)
+        elif (summed, broadcast) == (last - 1, [last]) and _is_weights(vector):
+            pair = (transposed, matrix)
         else:
             continue
         sizes = [1 if axis == summed else size for axis, size in enumerate(other)]
@@ -1335,8 +1337,9 @@ def _with_vector(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
 def _einsum_of_several(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """An einsum of three tensors or more, as einsums of two of them, one after the other.
 
-    First come two whose product is summed. Computed ones come before weights: those may be multiplied with
-    the result of attention as well. Where nothing is summed, one is multiplied with one that has its axes.
+    First come two with an axis in common that is summed. Computed ones come before weights: those may be
+    multiplied with the result of attention as well. Where nothing is summed, one is multiplied with one that
+    has its axes.
     """
     (texts, out), given = equation_of(node), [each for each in node.inputs if each is not None]
     if len(given) < len(texts) or not out or any("." in each for each in texts):
@@ -1579,9 +1582,9 @@ def _values_together(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     matmuls = [each for value in node.inputs if (each := made_by(value, "MatMul")) is not None]
     if len(matmuls) != 2:
         return None
-    cuts = [made_by(each.inputs[0], "Slice", "Split") for each in matmuls]
-    sources = [input_at(each, 0) for each in cuts]
-    if None in cuts or sources[0] is not sources[1] or sources[0] is None or not _is_weights(sources[0]):
+    slices = [made_by(each.inputs[0], "Slice", "Split") for each in matmuls]
+    sources = [input_at(each, 0) for each in slices]
+    if None in slices or sources[0] is not sources[1] or sources[0] is None or not _is_weights(sources[0]):
         return None
     order = _halves([each.inputs[0] for each in matmuls], rank(sources[0]) or 0)
     values = None if order is None else _joined([matmuls[at].inputs[1] for at in order], -2, builder)
@@ -1615,45 +1618,45 @@ def _halves(parts: Sequence[ir.Value | None], count: int) -> Sequence[int] | Non
     return None
 
 
-def _part(value: ir.Value, cut: TensorPart, builder: NodeBuilder, depth: int = 0) -> ir.Value | None:
+def _part(value: ir.Value, part: TensorPart, builder: NodeBuilder, depth: int = 0) -> ir.Value | None:
     """A part of what is computed from tensors one after the other, by the one that it is."""
     sizes, node = sizes_of(value), made_by(value, "Concat", *_EACH)
-    if sizes is None or node is None or cut.end is None or depth > _MAX_DEPTH:
+    if sizes is None or node is None or part.end is None or depth > _MAX_DEPTH:
         return None
     if is_op(node, "Concat"):
         begin = 0
         for each in (
-            node.inputs if node.attributes.get_int("axis", 0) % len(sizes) - len(sizes) == cut.axis else ()
+            node.inputs if node.attributes.get_int("axis", 0) % len(sizes) - len(sizes) == part.axis else ()
         ):
-            size = (sizes_of(each) or [None] * len(sizes))[cut.axis]
-            if not isinstance(size, int) or begin > cut.begin:
+            size = (sizes_of(each) or [None] * len(sizes))[part.axis]
+            if not isinstance(size, int) or begin > part.begin:
                 return None
-            if (begin, begin + size) == (cut.begin, cut.end):
+            if (begin, begin + size) == (part.begin, part.end):
                 return each
             begin += size
         return None
     given = list[ir.Value | None]()
     for each in node.inputs:
         own = sizes_of(each) or []
-        whole = len(own) < -cut.axis or own[cut.axis] == 1
-        given.append(each if whole or each is None else _part(each, cut, builder, depth + 1))
+        whole = len(own) < -part.axis or own[part.axis] == 1
+        given.append(each if whole or each is None else _part(each, part, builder, depth + 1))
     if None in given or all(map(operator.is_, given, node.inputs)):
         return None
     result = builder.node(node.op_type, given, attributes=dict(node.attributes))[0]
-    sizes[cut.axis] = cut.end - cut.begin
+    sizes[part.axis] = part.end - part.begin
     return _typed(result, value.dtype, sizes)
 
 
 def _part_of_weights(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """The matmul of V with a part of the weights of several attentions: with a softmax of its own."""
     for at, each in enumerate(node.inputs):
-        cut = cut_of(each)
-        softmax = None if cut is None else made_by(cut.source, "Softmax")
+        part = part_of(each)
+        softmax = None if part is None else made_by(part.source, "Softmax")
         scores = input_at(softmax, 0)
-        if each is None or cut is None or softmax is None or scores is None:
+        if each is None or part is None or softmax is None or scores is None:
             continue
         axis = _axis_of(softmax)
-        own = _part(scores, cut, builder) if axis != cut.axis else None
+        own = _part(scores, part, builder) if axis != part.axis else None
         if own is None:
             continue
         given = list(node.inputs)
@@ -1665,17 +1668,17 @@ def _part_of_weights(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
 
 def _columns(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """Some columns of a matmul of weights, where V has them beside others, as ones that give their sum."""
-    cut = cut_of(node.outputs[0])
-    matmul = None if cut is None else made_by(cut.source, "MatMul")
+    part = part_of(node.outputs[0])
+    matmul = None if part is None else made_by(part.source, "MatMul")
     weights, values = (input_at(matmul, at) for at in (0, 1))
-    if cut is None or cut.end is None or weights is None or values is None:
+    if part is None or part.end is None or weights is None or values is None:
         return None
-    if cut.axis != -1 or not _is_weights(weights):
+    if part.axis != -1 or not _is_weights(weights):
         return None
-    own = _part(values, cut, builder)
+    own = _part(values, part, builder)
     if own is None:
         return None
-    if scalar_of(own) == 1.0 and cut.end - cut.begin == 1:
+    if scalar_of(own) == 1.0 and part.end - part.begin == 1:
         return _like(builder, node.outputs[0], "ReduceSum", weights, builder.ints(-1), keepdims=1)
     return _like(builder, node.outputs[0], "MatMul", weights, own)
 
@@ -1693,7 +1696,7 @@ def _behind(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
 
 
 def _distributed(matmul: ir.Node, step: ir.Node, builder: NodeBuilder) -> ir.Value | None:
-    """Sums and differences of weights, or of weights and something else, times V: those of the products."""
+    """Sums and differences of weights, or of weights and something else, times V: those of the matmuls."""
     if len(step.outputs[0].uses()) != 1 or not all(map(_is_computed, matmul.inputs)):
         return None
     if not _reaches_weights(step.outputs[0]):
@@ -1960,13 +1963,13 @@ def _without_gemm(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     output, dtype = node.outputs[0], node.outputs[0].dtype
     if first is None or second is None or dtype is None or not (_is_computed(first) and _is_computed(second)):
         return None
-    turned = list[ir.Value]()
+    transposed = list[ir.Value]()
     for each, name in ((first, "transA"), (second, "transB")):
         if node.attributes.get_int(name, 0):
             sizes = (sizes_of(each) or [None, None])[::-1]
             each = _typed(builder.transpose(each, 1, 0), each.dtype, sizes)
-        turned.append(each)
-    if (value := _batched(turned[0], turned[1], output, builder)) is None:
+        transposed.append(each)
+    if (value := _batched(transposed[0], transposed[1], output, builder)) is None:
         return None
     alpha, beta = (node.attributes.get_float(name, 1.0) for name in ("alpha", "beta"))
     if alpha != 1.0:
@@ -2048,7 +2051,7 @@ _RULES: dict[str, Sequence[Rule]] = {
     "Exp": (_by_logarithm,),
     "Pow": (_unchanged, _power),
     "Gather": (_only_one,),
-    "ReduceSum": (_summed_product,),
+    "ReduceSum": (_multiplied_and_summed,),
     "MatMul": (_by_ones, _part_of_weights, _over_weighted_sum, _behind),
     "Einsum": (_part_of_weights, _behind, _einsum),
     "Slice": (_unchanged, _columns),

@@ -433,10 +433,10 @@ def same_dims(first: Sequence[Size], second: Sequence[Size]) -> bool:
     return len(first) == len(second) and all(map(same_size, first, second))
 
 
-def same_or_cut(dim: Size, size: Size) -> bool:
+def same_or_sliced(dim: Size, size: Size) -> bool:
     """Whether a dimension is certainly a size, wherever the file does not fail.
 
-    A buffer of N rows, cut to S, has min(N, S) of them, and the exporter says so. Beyond N the file fails.
+    A buffer of N rows, sliced to S, has min(N, S) of them, and the exporter says so. Beyond N the file fails.
     """
     name = re.escape(str(size))
     found = re.fullmatch(rf"Min\((?:(\d+), {name}|{name}, (\d+))\)", str(dim))
@@ -691,7 +691,7 @@ def largest_tensor(model: ir.Model) -> Callable[[Mapping[str, int]], int]:
 _INVALID = (IndexError, onnx.defs.SchemaError, onnx.shape_inference.InferenceError)
 
 
-class _Cut(NamedTuple):
+class _Interval(NamedTuple):
     """What is left of an axis between two positions."""
 
     size: Size  # of the axis
@@ -699,17 +699,17 @@ class _Cut(NamedTuple):
     end: _Key  # the same
 
     @property
-    def plain(self) -> _Cut:
+    def plain(self) -> _Interval:
         """The same size counted from the first position."""
         begin, end = self.begin, self.end
         end = NO_END if isinstance(end, int) and end >= NO_END else end
         if isinstance(begin, int) and begin < 0 and end == NO_END:
-            return _Cut(self.size, 0, -begin)
+            return _Interval(self.size, 0, -begin)
         if isinstance(end, int) and end < 0 and begin == 0:
-            return _Cut(self.size, -end, NO_END)
-        return _Cut(self.size, begin, end)
+            return _Interval(self.size, -end, NO_END)
+        return _Interval(self.size, begin, end)
 
-    def meets(self, other: _Cut) -> bool:
+    def meets(self, other: _Interval) -> bool:
         """Whether another begins where this one ends."""
         return self.size == other.size and self.end == other.begin
 
@@ -725,7 +725,7 @@ class _Walk:
         self._of_results = own_names(model)  # names that others are better than
         self._complete = dict[tuple[Size, ...], bool]()  # whether all of some sizes are known
         # What sizes are that only a run knows, by their names, and back.
-        self.cuts, self.named = dict[Size, _Cut](), dict[_Key, str]()
+        self.intervals, self.named = dict[Size, _Interval](), dict[_Key, str]()
 
     def follow(self, graph: ir.Graph) -> None:
         """Visit the nodes of a graph, those of branches and loops first."""
@@ -890,11 +890,11 @@ class _Walk:
             more[0] if more else list(range(len(starts))),
             more[1] if len(more) > 1 else [1] * len(starts),
         )
-        cuts = [slice(None)] * len(sizes)
+        slices = [slice(None)] * len(sizes)
         for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
             # Backwards, Python has no number for an end before the first one.
-            cuts[axis] = slice(start, None if step < 0 and end < -sizes[axis] else end, step)
-        return list(numbers[tuple(cuts)].ravel())
+            slices[axis] = slice(start, None if step < 0 and end < -sizes[axis] else end, step)
+        return list(numbers[tuple(slices)].ravel())
 
     def _sizes_after(self, node: ir.Node) -> Sequence[list[Size] | None]:
         """The sizes of the results of a node."""
@@ -987,16 +987,16 @@ class _Walk:
             begin, end = (each[at] if each else None for each in (starts, ends))
             step = steps[at] if steps else 1 if input_at(node, 4) is None else None
             before = sizes[axis]
-            turned = step == -1 and begin in (-1, NO_END) and isinstance(end, int) and end <= -NO_END
-            sizes[axis] = _sliced(before, begin, end) if step == 1 else before if turned else None
+            backwards = step == -1 and begin in (-1, NO_END) and isinstance(end, int) and end <= -NO_END
+            sizes[axis] = _sliced(before, begin, end) if step == 1 else before if backwards else None
             if sizes[axis] is None and before is not None and step == 1:
                 where = (self._key(input_at(node, 1)), at), (self._key(input_at(node, 2)), at)
                 first, last = (
                     key if each is None else each for key, each in zip(where, (begin, end), strict=True)
                 )
-                cut = _Cut(before, first, last).plain
-                sizes[axis] = self._name(cut)
-                self.cuts[sizes[axis]] = cut
+                interval = _Interval(before, first, last).plain
+                sizes[axis] = self._name(interval)
+                self.intervals[sizes[axis]] = interval
         return sizes if axes is not None or count else None
 
     def _name(self, key: _Key) -> str:
@@ -1025,7 +1025,7 @@ class _Walk:
     def _rejoined(self, sizes: list[Size]) -> list[Size]:
         """Sizes of which two that are all of an axis, as of `x[n:]` and `x[:n]`, are one."""
         for one, other in itertools.permutations(range(len(sizes)), 2):
-            first, second = self.cuts.get(sizes[one]), self.cuts.get(sizes[other])
+            first, second = self.intervals.get(sizes[one]), self.intervals.get(sizes[other])
             if first and second and (first.begin, second.end) == (0, NO_END) and first.meets(second):
                 rest = [size for at, size in enumerate(sizes) if at not in (one, other)]
                 return self._rejoined([first.size, *rest])

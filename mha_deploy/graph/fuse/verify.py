@@ -1,6 +1,6 @@
 """Verify a rewritten attention: the old and the new nodes compute the same on drawn inputs.
 
-Both are cut out of the graph between Q, K, V and the masks on one side and the result on the other, and run
+Both are taken from the graph between Q, K, V and the masks on one side and the result on the other, and run
 in ONNX's reference evaluator at small sizes. Equal structures are run once.
 """
 
@@ -46,7 +46,7 @@ _MANY_SCORES = 2**22  # beyond that, one draw has to do
 _FOLDED = 2**16  # from here on, what is computed from constants alone is computed once, not for every draw
 _SMALL_SIZE, _BEYOND, _MAX_AXES = 256, 2**30, 8  # sizes of larger ones are made smaller, up to these
 _MAX_CONSTANT = 2**28  # elements of all that is computed from constants alone, such as a triangle of ones
-# What a mask is not cut open for: its numbers are as good as drawn ones.
+# Where the computation of a mask is not followed further: the numbers of these are as good as drawn ones.
 _MATMULS = (*MATMULS, "Attention", "LSTM", "GRU")
 # Sizes of the dynamic axes, in the order of their names: distinct odd ones first. A graph may need sizes that
 # divide each other, that are equal, or of which some are 1.
@@ -124,7 +124,7 @@ class Region:
         in_file: bool,
         instead: Mapping[ir.Value, ir.Value] | None = None,
     ) -> None:
-        """Cut it out of the graph as it is, with some values `instead` of others, or as the file has it."""
+        """Take it from the graph as it is, with some values `instead` of others, or as the file has it."""
         instead = instead or {}
         # Its parts in order, which say what it computes: inputs, constants and nodes, by the names here.
         parts = list[object]()
@@ -205,7 +205,7 @@ class Region:
     def shrink(self) -> bool:
         """Let large sizes that are constants be smaller ones; whether there are any.
 
-        A triangle of 12,000 rows is cut to the length of the scores, and so is one of 256.
+        A triangle of 12,000 rows is sliced to the length of the scores, and so is one of 256.
         """
         before, self._constants = self._constants, [(name, _smaller(each)) for name, each in self._constants]
         self.computed = [each for each in self.computed if each not in self.from_constants]

@@ -140,29 +140,29 @@ def _spread(pattern: Pattern, operand: Operand, builder: NodeBuilder) -> tuple[i
     """
     letters, value, axes = pattern.letters, operand.value, operand.axes
     operands = (pattern.q, pattern.k, pattern.v)
-    thin = [
+    broadcast = [
         letter
         for letter in letters.batch
         if operand.dim(letter) == 1 and any(each.dim(letter) != 1 for each in operands)
     ]
-    thin = thin if len(letters.batch) > 1 else []
+    broadcast = broadcast if len(letters.batch) > 1 else []
     count = pattern.heads[0 if operand is pattern.q else 1]
     if letters.head is not None and operand.dim(letters.head) == 1 != count:
-        thin.append(letters.head)
-    if not thin:
+        broadcast.append(letters.head)
+    if not broadcast:
         return value, axes
-    if missing := tuple(letter for letter in thin if letter not in "".join(axes)):
+    if missing := tuple(letter for letter in broadcast if letter not in "".join(axes)):
         value, kind, dims = builder.unsqueeze(value, *range(len(missing))), value.type, sizes_of(value) or []
         value.type, value.shape, axes = kind, ir.Shape([*(1 for _ in missing), *dims]), (*missing, *axes)
-    sizes = [1 if axis not in thin else pattern.sources.size(axis, builder) for axis in axes]
+    sizes = [1 if axis not in broadcast else pattern.sources.size(axis, builder) for axis in axes]
     dims = [
-        pattern.q.sizes.get(axis) if axis in thin else size
+        pattern.q.sizes.get(axis) if axis in broadcast else size
         for axis, size in zip(axes, sizes_of(value) or [None] * len(axes), strict=True)
     ]
-    if letters.head in thin:
+    if letters.head in broadcast:
         sizes[axes.index(letters.head)] = dims[axes.index(letters.head)] = count
     if None in sizes:
-        raise NotFused("Q, K, V and the mask have different batches.", got=", ".join(thin))
+        raise NotFused("Q, K, V and the mask have different batches.", got=", ".join(broadcast))
     result = builder.expand(value, *(size for size in sizes if size is not None))
     result.type, result.shape = value.type, ir.Shape(dims)
     return result, axes

@@ -33,7 +33,6 @@ from mha_deploy.graph.ir import (
     constant,
     constant_ints,
     constant_number,
-    cut_of,
     dim,
     dims,
     graph_of_node,
@@ -43,6 +42,7 @@ from mha_deploy.graph.ir import (
     made_by,
     new_initializer,
     nodes_behind,
+    part_of,
     perm,
     prefix_within,
     prefixes_in,
@@ -133,8 +133,8 @@ def place_of(value: ir.Value, heads: int, size: int) -> HeadsPlace:
             return HeadsPlace(value, 0)
         rows = before
     place = HeadsPlace(rows, 0)
-    while (cut := _cut_from(place.tensor, axis=2)) is not None and rank(cut.tensor) == 3:
-        place = HeadsPlace(cut.tensor, place.offset + cut.offset)
+    while (whole := _part_from(place.tensor, axis=2)) is not None and rank(whole.tensor) == 3:
+        place = HeadsPlace(whole.tensor, place.offset + whole.offset)
     return place if _is_aligned(place) else HeadsPlace(rows, 0)
 
 
@@ -157,12 +157,12 @@ def _before_transpose(
     return rows if before[2] == math.prod(inner) and same else None
 
 
-def _cut_from(part: ir.Value, *, axis: int) -> HeadsPlace | None:
-    """The whole that a Split or Slice takes a part of along an axis, and the offset; None for another cut."""
-    cut = cut_of(part)
-    if cut is None or cut.axis != axis - len(dims(part)):
+def _part_from(value: ir.Value, *, axis: int) -> HeadsPlace | None:
+    """The whole that a Split or Slice takes a part of along this axis, and the offset; else None."""
+    part = part_of(value)
+    if part is None or part.axis != axis - len(dims(value)):
         return None
-    return HeadsPlace(cut.source, cut.begin)
+    return HeadsPlace(part.source, part.begin)
 
 
 def _is_aligned(place: HeadsPlace) -> bool:
@@ -177,7 +177,7 @@ def _taken_from_first_axis(value: ir.Value) -> HeadsPlace | None:
     if node is None or whole is None or index is None:
         return None
     if node.op_type == "Squeeze":
-        return _cut_from(whole, axis=0) if index == (0,) and dims(whole)[:1] == (1,) else None
+        return _part_from(whole, axis=0) if index == (0,) and dims(whole)[:1] == (1,) else None
     is_one = rank(node.inputs[1]) == 0 and not node.attributes.get_int("axis", 0)
     return HeadsPlace(whole, index[0]) if is_one else None
 
@@ -1067,7 +1067,7 @@ def _write_silu(node: ir.Node, taken: set[str]) -> None:
     found = read_silu(node)
     if found is None:
         return
-    parts = [None if each is None else cut_of(each) for each in (found.x, found.factor)]
+    parts = [None if each is None else part_of(each) for each in (found.x, found.factor)]
     halves = [(part.source, part.axis, part.begin) for part in parts if part is not None]
     width = dims(found.x)[-1]
     source = halves[0][0] if halves else None
