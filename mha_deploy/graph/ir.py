@@ -251,19 +251,21 @@ def infer_shapes(
     return model
 
 
-# ONNX Runtime's own operators whose results have the type and the sizes of their first input.
-_LIKE_FIRST = frozenset(
+LIKE_FIRST = frozenset(
     {"RotaryEmbedding", "SimplifiedLayerNormalization", "SkipLayerNormalization", "Gelu", "FastGelu"}
     | {"SkipSimplifiedLayerNormalization", "QuickGelu", "BiasGelu", "BiasAdd", "BiasDropout", "GroupNorm"}
 )
+"""ONNX Runtime's own operators whose results have the type and the sizes of their first input."""
 _MATMULS_OF_BITS = ("MatMulNBits", "MatMulBnb4")  # with quantized weights of K rows and N columns
+OTHER_WIDTH = frozenset({*_MATMULS_OF_BITS, "MultiHeadAttention", "Attention"})
+"""Those whose first result has the sizes of their first input but for the last one."""
 _STANDS_IN = "mha_deploy.weight"
-_ALIKE = (0, 3)  # which results those are; the others of a normalization are its statistics
+LIKE_IT = (0, 3)  # which results those are; the others of a normalization are its statistics
 
 
 def _stand_in(graph: onnx.GraphProto) -> None:
     """Let operators of ONNX, which have results of the same sizes, stand for those that it does not know."""
-    known = {*_LIKE_FIRST, *_MATMULS_OF_BITS, "MultiHeadAttention", "Attention"}
+    known = LIKE_FIRST | OTHER_WIDTH
     own = [
         at
         for at, node in enumerate(graph.node)
@@ -289,7 +291,7 @@ def _stand_in(graph: onnx.GraphProto) -> None:
             operands = [node.input[0], *node.input[2:3]]
             others = [onnx.helper.make_node("Einsum", operands, node.output[:1], equation="bse,btd->bsd")]
         else:
-            results = [node.output[place] for place in _ALIKE if place < len(node.output)]
+            results = [node.output[place] for place in LIKE_IT if place < len(node.output)]
             others = [onnx.helper.make_node("Identity", node.input[:1], [each]) for each in results if each]
         del graph.node[at]
         for each in others:

@@ -236,6 +236,13 @@ def with_an_even_kernel(g, weight):
     return g.op("Slice", wide, g.ints(0), g.ints(-1), g.ints(2)), "x"
 
 
+def with_an_even_kernel_behind_strides(g, weight):
+    """The length is the floor of a difference, and one more."""
+    x = g.op("Conv", "x", weight, strides=[4], pads=[1, 0])
+    wide = g.op("Conv", x, weight, pads=[2, 2])
+    return g.op("Slice", wide, g.ints(0), g.ints(-1), g.ints(2)), x
+
+
 def with_strides(g, weight):
     pooled = g.op("MaxPool", "x", kernel_shape=[2], strides=[2], pads=[0, 1])
     return g.op("Conv", "x", weight, strides=[2], pads=[1, 2]), pooled
@@ -251,7 +258,10 @@ def transposed(g, weight):
     return g.op("ConvTranspose", "x", weight, strides=[2], pads=[1, 1]), larger
 
 
-@pytest.mark.parametrize("made", [with_an_even_kernel, with_strides, with_pads_of_its_own, transposed])
+CONVOLVED = [with_an_even_kernel, with_an_even_kernel_behind_strides, with_strides, with_pads_of_its_own]
+
+
+@pytest.mark.parametrize("made", [*CONVOLVED, transposed])
 def test_keys_behind_a_convolution(made):
     """Keys and values are as many, by two operators that sample in their own ways."""
     g = axes_of({"q": ("N", "S", H, D), "x": ("N", H * D, "L")})
@@ -283,3 +293,78 @@ def test_a_bias_nearer_than_the_scores():
     scores = g.op("Mul", g.op("Einsum", "q", "k", equation="bqhd,bkhd->bhqk"), g.const(0.5))
     weights = g.op("Softmax", g.op("Add", scores, bias))
     check(g, g.op("Einsum", weights, "v", equation="bhqk,bkhd->bqhd"), {})
+
+
+def test_keys_that_are_flattened():
+    g = axes_of({"q": ("N", "S", H, D), "k": ("N", "T", H * D), "v": ("N", "T", H, D)})
+    shape = g.op("Concat", g.op("Shape", "q", end=1), g.ints(-1, H, D), axis=0)
+    check(g, attend(g, "q", g.op("Reshape", g.op("Flatten", "k", axis=2), shape), "v"), {})
+
+
+def folded(g, value):
+    """Heads beside the batch, `[N*H, S, D]`."""
+    shape = g.op("Concat", g.ints(-1), g.op("Shape", value, start=2), axis=0)
+    return g.op("Reshape", value, shape)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_bias_that_may_be_broadcast(again):
+    """Positions of a mask whose length is stated under its own name, before the batch is taken apart."""
+    g = axes_of(
+        {name: ("N", H, "S", D) for name in "qkv"} | {"bias": ("N", 1, "R"), "mask": ("N", 1, 1, "S")}
+    )
+    scores = g.op("MatMul", folded(g, "q"), g.op("Transpose", folded(g, "k"), perm=[0, 2, 1]))
+    heads = g.op(
+        "Reshape",
+        g.op("Tile", "bias", g.ints(1, H, 1)),
+        g.op("Concat", g.ints(-1, 1), g.op("Shape", "bias", start=2), axis=0),
+    )
+    scores = g.op("Add", scores, heads)
+    sizes = [g.op("Shape", each, start=at, end=at + 1) for each, at in ((scores, 1), (scores, 2))]
+    batch = g.op("Shape", "q", end=1)
+    apart = g.op("Reshape", scores, g.op("Concat", batch, g.ints(H), *sizes, axis=0))
+    apart = g.op("Add", apart, "mask") if again else apart
+    weights = g.op("Softmax", apart)
+    flat = g.op("Reshape", weights, g.op("Concat", g.ints(-1), g.op("Shape", weights, start=2), axis=0))
+    y = g.op("MatMul", flat, folded(g, "v"))
+    check(g, g.op("Reshape", y, g.op("Shape", "q")), {})
+
+
+@pytest.mark.parametrize("rounded", ["Ceil", "Floor"])
+def test_windows_counted_in_floats(rounded):
+    """As an exporter divides sizes, and rounds them."""
+    g = axes_of({"x": ("N", 6, D)})
+    sizes = [g.op("Gather", g.op("Shape", "x"), g.const(at, np.int64)) for at in (0, 1)]
+    length = g.cast(sizes[1], TensorProto.FLOAT)
+    width = g.op("Mul", g.op(rounded, g.op("Div", length, g.const(5.0))), g.const(3.0))
+    width = g.cast(width if rounded == "Floor" else g.op("Mul", g.const(0.5), width), INT64)
+    batch = g.op("Mul", sizes[0], g.op("Div", sizes[1], width))
+    shape = [g.op("Unsqueeze", each, g.ints(0)) for each in (batch, width)]
+    x = g.op("Reshape", "x", g.op("Concat", *shape, g.ints(D), axis=0))
+    scores = g.op("Softmax", g.op("Einsum", x, x, equation="bqd,bkd->bqk"))
+    v = g.op("Reshape", "x", g.ints(-1, 3, D))
+    check(g, g.op("Unsqueeze", g.op("Einsum", scores, v, equation="bqk,bkd->bqd"), g.ints(0)), {})
+
+
+def test_sizes_far_away():
+    """A length that a run chooses is read behind more nodes than are compared."""
+    g = axes_of({"q": ("N", "S", H, D), "k": ("N", "T", H, D), "v": ("N", "T", H, D)})
+    g.inputs["chosen"] = (TensorProto.BOOL, ("T",))
+    k, v = (compressed(g, name) for name in "kv")
+    far = k
+    for _ in range(600):
+        far = g.op("Neg", far)
+    scores = g.op("Einsum", "q", k, equation="bqhd,bkhd->bhqk")
+    flat = g.op(
+        "Reshape",
+        scores,
+        g.op(
+            "Concat",
+            g.ints(-1),
+            g.op("Shape", "q", start=1, end=2),
+            g.op("Shape", far, start=1, end=2),
+            axis=0,
+        ),
+    )
+    apart = g.op("Reshape", g.op("Softmax", flat), g.op("Shape", scores))
+    check(g, g.op("Einsum", apart, v, equation="bhqk,bkhd->bqhd"), {"chosen": np.arange(5) < 3})

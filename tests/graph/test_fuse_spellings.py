@@ -1289,6 +1289,24 @@ def test_attentions_of_onnx_runtime(past, causal):
         np.testing.assert_allclose(got, want, atol=2e-5)
 
 
+def test_attentions_of_onnx_runtime_with_numbers_of_keys():
+    """As its optimizer writes a padding mask; the sizes of x are those that it was reshaped to."""
+    own = {"domain": "com.microsoft"}
+    g = axes_of({"tokens": ("N", "S", H, D), "ones": ("N", "S")})
+    count = g.op("ReduceSum", g.cast("ones", TensorProto.INT32), g.ints(1), keepdims=0)
+    size = g.op("Concat", g.op("Shape", "tokens", end=2), g.ints(-1), axis=0)
+    x = g.op("FastGelu", g.op("Reshape", "tokens", size), **own)
+    random = np.random.default_rng(0)
+    for _ in range(2):
+        weight, bias = (g.const(random.standard_normal((*rows, 3 * H * D)) * 0.2) for rows in ((H * D,), ()))
+        x = g.op("Attention", x, weight, bias, count, num_heads=H, **own)
+    model = g.model(g.op("Unsqueeze", x, g.ints(1)))
+    new, report = fused(model)
+    assert ([each.Hq for each in report.fused], report.unfused) == ([H, H], ())
+    feeds = random_feeds(model) | {"ones": (np.arange(5) < np.arange(1, 6)[:, None]).astype(np.float32)}
+    np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
+
+
 @pytest.mark.parametrize("rows", ["R", 3])
 def test_attention_that_is_tied_over_rows(rows):
     """The scores are summed over the rows of an alignment, each of which has values of its own."""

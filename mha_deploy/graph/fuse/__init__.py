@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -154,7 +154,7 @@ def fuse_attention(
         fixed = values.fix_sizes(work)
         inferred += [values.infer_sizes(work)] if fixed else []
         foreign.as_matmuls(own)
-        fusion = _Fusion(work, verify, any(each.of_run for each in inferred))
+        fusion = _Fusion(work, verify, inferred)
         fusion.run()
         before: dict[ir.Value, ir.Shape | None] = {**fixed, **unnamed}
         before |= dict.fromkeys(value for each in inferred for value in each.entered)
@@ -180,9 +180,10 @@ def fuse_attention(
 class _Fusion:
     """What became of the nodes of a model."""
 
-    def __init__(self, model: ir.Model, verify: bool, of_run: bool) -> None:
+    def __init__(self, model: ir.Model, verify: bool, inferred: Iterable[values.Inferred]) -> None:
         self._model, self._verify = model, verify
-        self._of_run = of_run  # whether sizes have names that only a run knows
+        self._of_run = any(each.of_run for each in inferred)  # whether sizes have names that only a run knows
+        self._likely = {name: size for each in inferred for name, size in each.likely.items()}
         # Every beginning of a name before a slash: new names must not begin like others.
         given = (each for graph in graphs_of(model) for each in (*graph.inputs, *graph.initializers.values()))
         names = names_in(model) | {str(each.name) for each in given}
@@ -252,7 +253,7 @@ class _Fusion:
             raise self._obstacle
         with _failures_as_refusals():
             pattern = read_attention(softmax)
-            border = _boundary(pattern, self._spelling)
+            border = _boundary(pattern, self._spelling, self._likely)
         builder = NodeBuilder(self._free_prefix(values.module_of(softmax.node)))
         old = [pattern.last.node.outputs[0], *([pattern.weights.value] if pattern.weights else [])]
         with self._discarded_on_failure(builder):
@@ -307,25 +308,28 @@ class _Fusion:
             others |= {} if proved else {each: 1.0 for each in taken if each is not weights}
         if results != old:
             border = replace(border, drawn={**self._spelling.drawn_in_file(others), **border.drawn})
-        region = Region(results, border, self._spelling, in_file=in_file)
-        if region.key not in self._compared:
-            opset, instead = self._model.opset_imports.get("", 1), dict(zip(old, new, strict=True))
-            # Sizes that a run computes may not fit to what is drawn: then they are chosen as well.
-            chosen = replace(border, chosen=True) if self._of_run else None
-            for each in filter(None, (border, chosen)):
-                try:
-                    with _failures_as_refusals():
-                        one = region
-                        if each is chosen:
-                            one = Region(results, each, self._spelling, in_file=in_file)
-                        other = Region(results, each, self._spelling, in_file=False, instead=instead)
-                        filled = compare(one, other, each, opset)
-                        self._compared[region.key] = (FULLY_MASKED,) if filled else ()
-                        break
-                except NotFused as refusal:
-                    self._compared[region.key] = self._compared.get(region.key, refusal)
-                    if not isinstance(refusal, NotVerified | NewFails):
-                        break
+        # Sizes that a run computes may be far away, or not fit to what is drawn: then they are chosen too.
+        trials = [border, replace(border, chosen=True)] if self._of_run else [border]
+        try:
+            region = Region(results, border, self._spelling, in_file=in_file)
+        except NotVerified:
+            border, trials = trials[-1], trials[-1:]
+            region = Region(results, border, self._spelling, in_file=in_file)
+        opset, instead = self._model.opset_imports.get("", 1), dict(zip(old, new, strict=True))
+        for each in trials if region.key not in self._compared else ():
+            try:
+                with _failures_as_refusals():
+                    one = region
+                    if each is not border:
+                        one = Region(results, each, self._spelling, in_file=in_file)
+                    other = Region(results, each, self._spelling, in_file=False, instead=instead)
+                    filled = compare(one, other, each, opset)
+                    self._compared[region.key] = (FULLY_MASKED,) if filled else ()
+                    break
+            except NotFused as refusal:
+                self._compared[region.key] = self._compared.get(region.key, refusal)
+                if not isinstance(refusal, NotVerified | NewFails):
+                    break
         known = self._compared[region.key]
         if isinstance(known, NotFused):
             raise known
@@ -465,7 +469,7 @@ def _explain(node: ir.Node) -> NotFused:
     return NotFused("It was not recognized.")
 
 
-def _boundary(pattern: Pattern, spelling: Spelling) -> Boundary:
+def _boundary(pattern: Pattern, spelling: Spelling, likely: Mapping[values.Size, values.Size]) -> Boundary:
     """What is drawn to compare an attention with its original: Q, K, V and the masks."""
     terms, scores = pattern.masking.terms, pattern.scores
     depth = pattern.q.dim(pattern.letters.size)
@@ -478,7 +482,7 @@ def _boundary(pattern: Pattern, spelling: Spelling) -> Boundary:
     drawn |= dict.fromkeys(scores.shifts, 1.0)
     dims = dict[ir.Value, tuple[int | str, ...]]()
     for each in (pattern.q, pattern.k, pattern.v, *terms, *scores.multipliers):
-        known = values.sizes_of(each.value)
+        known = [values.likely_size(size, likely) for size in values.sizes_of(each.value) or ()]
         if known and (each.value in drawn or not any(map(values.is_of_run, known))):
             dims[spelling.original(each.value)] = tuple(
                 size if size is not None and not values.is_of_run(size) else pattern.size(axis)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.values import equation_of, sizes_of
+from mha_deploy.graph.fuse.values import equation_of, same_dims, sizes_of
 from mha_deploy.graph.ir import (
     NodeBuilder,
     input_at,
@@ -140,14 +140,17 @@ def _attend(
     operands: Sequence[ir.Value],  # Q, K and V, `[B, S, H * D]`
     width: int | str | None,  # of Q
     past: Sequence[ir.Value | None],  # keys and values, `[B, H, P, D]`
-    masks: tuple[ir.Value | None, ir.Value | None],  # zeros and ones of keys, and what is added to scores
+    # zeros and ones of keys, or how many of them are shown, and what is added to scores
+    masks: tuple[ir.Value | None, ir.Value | None],
     builder: NodeBuilder,
 ) -> tuple[ir.Value, ir.Value, ir.Value] | None:
     """The result, and all keys and values with those of the past."""
     heads, (padding, added), dtype = node.attributes.get_int("num_heads", 0), masks, node.inputs[0].dtype  # type: ignore[union-attr]
     if not heads or not isinstance(width, int) or width % heads or dtype is None:
         return None
-    if padding is not None and rank(padding) != 2:
+    batch = [(sizes_of(node.inputs[0]) or [None])[0]]
+    counted = rank(padding) == 1 and same_dims(sizes_of(padding) or (), batch) and past[0] is None
+    if padding is not None and rank(padding) != 2 and not counted:
         return None
     q, k, v = (builder.transpose(builder.reshape(each, 0, 0, heads, -1), 0, 2, 1, 3) for each in operands)
     k, v = (
@@ -159,8 +162,16 @@ def _attend(
     scores = builder.op("Mul", scores, builder.constant(scale, dtype))
     if padding is not None:
         number = node.attributes.get_float("mask_filter_value", -10000.0) or 0.0
-        zero = builder.constant(0, padding.dtype or ir.DataType.INT32)
-        shown = builder.op("Greater", padding, zero)
+        if counted:
+            positions = builder.op(
+                "Range", *_range(builder.ints(0), builder.op("Shape", k, start=2, end=3), builder)
+            )
+            shown = builder.op(
+                "Less", positions, builder.unsqueeze(builder.cast(padding, ir.DataType.INT64), 1)
+            )
+        else:
+            zero = builder.constant(0, padding.dtype or ir.DataType.INT32)
+            shown = builder.op("Greater", padding, zero)
         bias = builder.op("Where", shown, builder.constant(0.0, dtype), builder.constant(number, dtype))
         scores = builder.op("Add", scores, builder.unsqueeze(bias, 1, 2))
     scores = scores if added is None else builder.op("Add", scores, added)

@@ -65,6 +65,7 @@ class Alphabet:
         self.sizes: dict[str, Size] = {}
         self._parts: dict[str, str] = {}
         self._ones: list[str] = []
+        self._other: dict[Size, Size] = {}  # by the size of scores with a mask, that without it
 
     def new(self, size: Size) -> str:
         """A letter that is not used yet."""
@@ -88,7 +89,13 @@ class Alphabet:
         """The axes of the same numbers in another shape; None where the sizes do not prove it."""
         if dims is None:
             return None
+        dims = [self._other.get(size, size) for size in dims]
         return self._from_the_left(axes, dims) or self._from_both_sides(axes, dims)
+
+    def take_for(self, size: Size, other: Size) -> None:
+        """Let an axis of one size have another: it is as large, or one of the two is 1."""
+        self._other[size] = other
+        self.sizes = {letter: other if own == size else own for letter, own in self.sizes.items()}
 
     def _from_both_sides(self, axes: Axes, dims: Sequence[Size]) -> Axes | None:
         """The same where a size is not known: what lies between equal axes is as large before as after."""
@@ -706,6 +713,8 @@ def _check_spread(node: ir.Node, inner: ir.Value | None, other: ir.Value, scores
     for at, size in enumerate(dims, len(before) - len(dims)):
         if size not in (1, before[at]) and not isinstance(before[at], int):
             scores.wider.append(Wider(scores.axes[at], other, at - len(before) + len(dims)))
+            if before[at] != after[at] and None not in (before[at], after[at]):
+                scores.alphabet.take_for(after[at], before[at])
 
 
 def _add(node: ir.Node, scores: Scores) -> ir.Value | None:

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -24,6 +25,9 @@ import onnx_ir as ir
 from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.ir import (
+    LIKE_FIRST,
+    LIKE_IT,
+    OTHER_WIDTH,
     constant,
     constant_ints,
     dims,
@@ -619,6 +623,7 @@ class Inferred(NamedTuple):
 
     entered: Sequence[ir.Value] = ()  # the inputs of loops that had no shape before
     of_run: bool = False  # whether sizes that only a run knows got names
+    likely: Mapping[Size, Size] = MappingProxyType({})  # what such a size is where nothing is broadcast
 
 
 def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> Inferred:
@@ -641,7 +646,18 @@ def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> Inferred:
                 value.shape = ir.Shape(found)
     following = _Walk(model, missing if only_missing else None)
     following.follow(model.graph)
-    return Inferred(following.entered, bool(following.named))
+    plain = {
+        name: [each for each in several if not is_of_run(each)] for name, several in following.largest.items()
+    }
+    likely = {name: found[0] for name, found in plain.items() if len(found) == 1}
+    return Inferred(following.entered, bool(following.named), likely)
+
+
+def likely_size(size: Size, likely: Mapping[Size, Size]) -> Size:
+    """A size with what its parts are where nothing is broadcast; see `Inferred`."""
+    if not isinstance(size, str) or OF_RUN not in size:
+        return size
+    return _plain(_NAME.sub(lambda found: f"({likely[found[0]]})" if found[0] in likely else found[0], size))
 
 
 def forget_sizes_of_run(model: ir.Model) -> None:
@@ -714,11 +730,29 @@ class _Interval(NamedTuple):
         return self.size == other.size and self.end == other.begin
 
 
+class _Ratio(NamedTuple):
+    """A size over a number."""
+
+    size: Size  # the size
+    by: int  # the number
+
+    @property
+    def reduced(self) -> _Ratio:
+        """The same as a whole size, where it certainly is one."""
+        whole = quotient(self.size, self.by)
+        return self if whole is None else _Ratio(whole, 1)
+
+
+_RATIO_OPS = ("Cast", "Mul", "Div", "Floor", "Ceil", "Squeeze", "Unsqueeze", "Identity")
+_MOST_RATIO = 2**16  # of a number that a size is multiplied with or divided by
+
+
 class _Walk:
     """The contents of small integer tensors so far."""
 
     def __init__(self, model: ir.Model, wanted: set[ir.Value] | None) -> None:
         self._opsets, self._contents = model.opset_imports, dict[ir.Value, list[Size]]()
+        self._ratios = dict[ir.Value | None, list[_Ratio]]()
         self._wanted = wanted  # the results whose nodes are visited; None for all
         self.entered = list[ir.Value]()  # inputs of loops that were given a shape
         self._own = {str(each) for value in model.graph.inputs for each in sizes_of(value) or ()}
@@ -726,6 +760,7 @@ class _Walk:
         self._complete = dict[tuple[Size, ...], bool]()  # whether all of some sizes are known
         # What sizes are that only a run knows, by their names, and back.
         self.intervals, self.named = dict[Size, _Interval](), dict[_Key, str]()
+        self.largest = dict[Size, frozenset[Size]]()  # which sizes such a one is the largest of
 
     def follow(self, graph: ir.Graph) -> None:
         """Visit the nodes of a graph, those of branches and loops first."""
@@ -785,6 +820,13 @@ class _Walk:
 
     def visit(self, node: ir.Node) -> None:
         """Take in one node: the numbers of its result, and the sizes that are not known yet."""
+        if node.domain == "com.microsoft" and (known := sizes_of(input_at(node, 0))):
+            alike = node.op_type in LIKE_FIRST
+            for each in [node.outputs[place] for place in LIKE_IT if place < len(node.outputs)]:
+                if alike or (
+                    node.op_type in OTHER_WIDTH and rank(each) == len(known) and each is node.outputs[0]
+                ):
+                    each.shape = ir.Shape([*known[:-1], known[-1] if alike else dims(each)[-1]])
         if node.domain != "" or not node.outputs:
             return
         output = node.outputs[0]
@@ -792,6 +834,8 @@ class _Walk:
             content = self._content_after(node)
             if content is not None and len(content) <= _MAX_CONTENT:
                 self._contents[output] = content
+        elif node.op_type in _RATIO_OPS and (ratios := self._ratios_after(node)) is not None:
+            self._ratios[output] = ratios
         if all(map(self._is_complete, node.outputs)):
             return
         before = [sizes_of(each) for each in node.outputs]
@@ -842,6 +886,8 @@ class _Walk:
             dims = sizes_of(first)
             start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
             return None if dims is None else dims[start:end]
+        if first in self._ratios and is_op(node, "Cast"):
+            return [_divided(*each) for each in self._ratios[first]]
         if node.op_type in _SAME_CONTENT:
             return self.content(first)
         given = [part for each in node.inputs if (part := self.content(each)) is not None]
@@ -867,6 +913,29 @@ class _Walk:
         if any(len(part) not in (1, length) for part in given):
             return None
         return [_CONTENT_OPS[node.op_type](*(part[at % len(part)] for part in given)) for at in range(length)]
+
+    def _ratios_after(self, node: ir.Node) -> list[_Ratio] | None:
+        """The quotients of sizes that a small tensor of floats holds, as exporters divide and round them."""
+        first, *others = node.inputs
+        if is_op(node, "Cast"):
+            sizes = self._contents.get(first) if first is not None else None
+            return None if sizes is None or None in sizes else [_Ratio(each, 1) for each in sizes]
+        if is_op(node, "Mul") and others[0] in self._ratios:
+            first, others = others[0], [first]
+        if (given := self._ratios.get(first)) is None:
+            return None
+        if is_op(node, "Floor"):
+            return [_Ratio(_divided(*each), 1) for each in given]
+        if is_op(node, "Ceil"):
+            return [_Ratio(_divided(_sum(each.size, each.by - 1), each.by), 1) for each in given]
+        if not is_op(node, "Mul", "Div"):
+            return given
+        number = Fraction(scalar_of(others[0]) or 0)
+        if number <= 0 or max(number.numerator, number.denominator) > _MOST_RATIO:
+            return None
+        number = 1 / number if is_op(node, "Div") else number
+        ratios = ((product((each.size, number.numerator)), each.by * number.denominator) for each in given)
+        return [_Ratio(*each).reduced for each in ratios]
 
     def _unknown(self, value: ir.Value | None) -> list[Size] | None:
         """As many unknown numbers as a small tensor has; None where it may have any number."""
@@ -913,6 +982,9 @@ class _Walk:
             return [_reshaped(first, second, bool(node.attributes.get_int("allowzero", 0)))]
         if is_op(node, "Expand"):
             return [_broadcast([first, second])]
+        if is_op(node, "Flatten"):
+            axis = node.attributes.get_int("axis", 1)
+            return [[product(first[:axis]), product(first[axis:])]]
         if is_op(node, "Tile"):
             times = second or [None] * len(first)
             return [[product(pair) for pair in zip(first, times, strict=False)]]
@@ -939,9 +1011,21 @@ class _Walk:
         if is_op(node, *_SAMPLING) and found and found[0] is not None:
             after = _sampled(node, first, given[3] if len(given) > 3 else None)
             found[0] = [new if known is None else known for known, new in zip(found[0], after, strict=True)]
+        if is_op(node, *_BROADCASTING):
+            self._name_largest(node, found)
         if is_op(node, "Attention") and len(node.outputs) > 1:
             found[1:3] = [self._present(node, at) for at in (1, 2)]
         return found
+
+    def _name_largest(self, node: ir.Node, found: Sequence[list[Size] | None]) -> None:
+        """Name sizes of which one may be broadcast to the other: the largest, of which the others are 1."""
+        shapes, sizes = [sizes_of(each) or [] for each in node.inputs], (found[0] if found else None) or []
+        for at, size in enumerate(sizes, -len(sizes)):
+            own = {shape[at] for shape in shapes if -at <= len(shape)} - {1}
+            if size is None and None not in own:
+                several = frozenset[Size]().union(*(self.largest.get(each, {each}) for each in own))
+                sizes[at] = name = self._name(("Max", several))
+                self.largest[name] = several
 
     def _counted(self, node: ir.Node) -> Size:
         """How many numbers a Range gives; where it counts by one, its ends may be differences of sizes."""
@@ -1085,6 +1169,7 @@ def _is_array(attribute: ir.Attr) -> bool:
     return attribute.type in (ir.AttributeType.TENSOR, ir.AttributeType.SPARSE_TENSOR)
 
 
+_BROADCASTING = ("Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Pow", "And", "Or")
 _SAMPLING = ("Conv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "Resize")
 
 
@@ -1199,7 +1284,7 @@ def _parts_of(size: int | str) -> Counter[str]:
 
     With a difference in it, a part could be larger than the whole.
     """
-    if isinstance(size, int) or "-" in size:
+    if isinstance(size, int) or len(_split(size, "-")) > 1:
         return Counter({"": size} if isinstance(size, int) else {size: 1})
     found = Counter[str]()
     for part in _split(size, "+"):
