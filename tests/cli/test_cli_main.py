@@ -17,6 +17,7 @@ from fault_harness import run
 from mha_deploy import __version__, cli
 from mha_deploy.cli.arguments import show_steps
 from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.options import Step
 
 VERBS = (
     "deploy", "export", "prune", "fuse", "check", "build-engine", "refit", "validate", "bisect", "bench",
@@ -65,10 +66,12 @@ def test_the_catalog_is_cut_in_no_terminal(run_cli, monkeypatch, columns):
 
 def test_a_log_has_one_line_for_each_stage(capsys):
     with show_steps("validate it") as on_step:
-        for name in ("oracle", "ort-cpu: min", "ort-cpu: opt", "eager: min", "ort-cpu: odd", "oracle"):
+        ort, eager = partial(Step, "ort-cpu"), partial(Step, "eager")
+        for name in ("oracle", ort("min"), ort("opt"), eager("min"), ort("odd"), "oracle", "not: a stage"):
             on_step(name, 0, 0)
-    lines = [line.rpartition(" (")[0] for line in capsys.readouterr().err.splitlines()]
-    assert lines == ["validate it: oracle", "validate it: ort-cpu", "validate it: eager"]
+    lines = [line.removeprefix("validate it: ") for line in capsys.readouterr().err.splitlines()]
+    assert [line.rpartition(" (")[0] for line in lines] == ["oracle", "ort-cpu", "eager", "not: a stage"]
+    assert ort("min") == "ort-cpu: min"
 
 
 def test_verbs_call_nothing_but_the_public_api():
