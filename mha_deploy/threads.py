@@ -11,8 +11,9 @@ import ctypes
 import math
 import os
 import re
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -51,6 +52,16 @@ def side_by_side(work: Callable[[slice], T], count: int) -> list[T]:
         return [work(parts[0])]
     with ThreadPoolExecutor(len(parts)) as pool:
         return list(pool.map(work, parts))
+
+
+@contextmanager
+def in_the_background() -> Iterator[Callable[[Callable[[], T]], Future[T]]]:
+    """What does some work beside this thread, one thing after the other."""
+    pool = ThreadPoolExecutor(1)
+    try:
+        yield pool.submit
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # an interruption does not wait for it
 
 
 def parts_of(shape: tuple[int, ...]) -> list[slice]:

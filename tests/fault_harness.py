@@ -146,8 +146,9 @@ def _run_in_fork(case: Case, out: int, err: int, mark: str) -> int:
     os.environ.update({_MARK: mark, **case.variables})
     if case.folder is not None:
         os.chdir(case.folder)
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(1)  # the threads of this process are not in its fork
+    if torch := sys.modules.get("torch"):  # the threads of this process are not in its fork
+        torch.set_num_threads(1)
+        torch.backends.mkldnn.set_flags(False)  # Arm's library below it has its own number of threads
     for number, kind, file in ((1, case.stdout, out), (2, case.stderr, err)):
         _open_stream(number, kind, file)
     sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115

@@ -30,7 +30,15 @@ from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.exporter.coarse import in_fewer_bits
 from mha_deploy.exporter.exporter import export_user_module
 from mha_deploy.exporter.golden import Capture, LayerCapture, ModuleCapture
-from mha_deploy.exporter.oracle import Float64, Intercept, Repeated, run_in_float64, run_program
+from mha_deploy.exporter.oracle import (
+    Float64,
+    Intercept,
+    Repeated,
+    by_default,
+    run_in_float64,
+    run_program,
+    two_at_once,
+)
 from mha_deploy.exporter.own_model import reopen_user_module
 from mha_deploy.graph.file import load_graph
 from mha_deploy.model.layer import AttentionSpec
@@ -183,6 +191,7 @@ class ProgramValues:
 _CANDIDATES = 64
 COARSE = ("scores", "softmax weights", "queries and keys", "values", "heads")
 _SMALL = 1 << 18  # numbers of an output: every weight by itself takes long for more
+_TWICE = 1 << 20  # numbers of an output: for more, two runs at once would take much memory
 
 
 def _edges(end: int, length: int, window: int | None) -> list[int]:
@@ -362,13 +371,23 @@ class FreshCases:
             oracle, feeds = case.oracle["output"], self._capture.draw(planned)
             tokens = {name: each.bfloat16().to(each.dtype) for name, each in feeds.items() if each.dim() == 3}
             changed = {"outputs": to_numpy(torch.from_numpy(oracle).bfloat16().double())}
-            changed["inputs"] = to_numpy(self._capture.evaluate_in_fp64({**feeds, **tokens})["output"])
             repeated = Repeated()  # the projections before attention
-            for part in COARSE:
+
+            def output_with(part: str) -> np.ndarray:
                 mode = Float64()
+                if part == "inputs":
+                    return to_numpy(self._capture.evaluate_in_fp64({**feeds, **tokens}, mode)["output"])
                 mode.repeated = repeated
                 with CoarseAttention(part):
-                    changed[part] = to_numpy(self._capture.evaluate_in_fp64(feeds, mode)["output"])
+                    return to_numpy(self._capture.evaluate_in_fp64(feeds, mode)["output"])
+
+            parts = ("inputs", *COARSE)
+            if self.device == "cpu" and oracle.size <= _TWICE:
+                with by_default(torch.float64):  # else each of them would change it for the other
+                    found = two_at_once([partial(output_with, part) for part in parts])
+            else:
+                found = list(map(output_with, parts))
+            changed |= zip(parts, found, strict=True)
             changed = {f"{part} in BF16": each for part, each in changed.items()}
             parameters = dict(self._capture.module.named_parameters()) if oracle.size <= _SMALL else {}
             matrices = {part: weight for part, weight in parameters.items() if weight.dim() == 2}

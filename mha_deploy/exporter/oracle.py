@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any
+from threading import Lock
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -27,6 +28,8 @@ from mha_deploy.exporter.samples import RoundingMode
 from mha_deploy.model.masking import ABSORBS_FLOAT32
 from mha_deploy.model.precision import Precision
 from mha_deploy.rounding import ACCUMULATED, MARGIN, MIX
+
+T = TypeVar("T")
 
 # -- In its own precision, also where the CPU has no fast arithmetic for it ------------------------
 
@@ -211,6 +214,33 @@ def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
+@contextlib.contextmanager
+def by_default(dtype: torch.dtype) -> Iterator[None]:
+    """Another type of new tensors, and of quotients of integers, in all threads."""
+    own = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(own)
+
+
+def two_at_once(works: Sequence[Callable[[], T]]) -> list[T]:
+    """The results of several computations, two at a time, each on half of the threads.
+
+    All threads of PyTorch share every product, and wait for each other after it: on two cores that both do
+    something else as well, many times as long as the product takes.
+    """
+    threads = torch.get_num_threads()
+    if threads < 2 or len(works) < 2:
+        return [work() for work in works]
+    pool = ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(threads // 2,))
+    try:
+        return list(pool.map(lambda work: work(), works))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # an interruption does not wait for the others
+
+
 _KEPT_BYTES = 1 << 28  # of GEMMs that may be repeated
 
 
@@ -222,7 +252,7 @@ class Repeated:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[list[Any], Tensor] | None] = {}
-        self._left = _KEPT_BYTES
+        self._left, self._lock = _KEPT_BYTES, Lock()
 
     def compute(self, place: int, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """The result of a call, as it was or computed now."""
@@ -232,10 +262,11 @@ class Repeated:
                 return known[1].clone()  # a module may change it
             self._known[place] = None  # rounding reaches it: so it does in the next run
         result = func(*args, **kwargs)
-        if place not in self._known:
-            size = sum(each.nbytes for each in (*given, result) if isinstance(each, Tensor))
-            self._left -= size if (fits := isinstance(result, Tensor) and size <= self._left) else 0
-            self._known[place] = (given, result.clone()) if fits else None
+        with self._lock:
+            if place not in self._known:
+                size = sum(each.nbytes for each in (*given, result) if isinstance(each, Tensor))
+                self._left -= size if (fits := isinstance(result, Tensor) and size <= self._left) else 0
+                self._known[place] = (given, result.clone()) if fits else None
         return result
 
 
@@ -292,15 +323,11 @@ class Float64(Intercept):
             args = (*args[:2], False)
         if packet is _aten.scaled_dot_product_attention:
             args, kwargs = _fully_masked_alike(args, kwargs)
-        own, wide = torch.get_default_dtype(), self.wide[torch.float16]
-        if own is wide:
+        if torch.get_default_dtype() is (wide := self.wide[torch.float16]):
             result = self._compute(func, args, kwargs)
         else:
-            torch.set_default_dtype(wide)  # of new tensors, and quotients of integers
-            try:
+            with by_default(wide):
                 result = self._compute(func, args, kwargs)
-            finally:
-                torch.set_default_dtype(own)
         if packet in _SUMS_OF_TWO and isinstance(result, Tensor) and result.is_floating_point():
             result = torch.where(result <= ABSORBS_FLOAT32, result.float().to(result.dtype), result)
         if self.wide is not _WIDE:  # a module may ask for another type itself
@@ -415,9 +442,10 @@ _NARROWER |= dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.
 _SIGNIFICANDS = {torch.float64: (torch.int64, 53), torch.float32: (torch.int32, 24)}
 
 
-# Numbers at a time: what is between them stays in the cache of a core. PyTorch starts threads of its own for
-# more, and for work this short they wait for each other: where other programs run, twenty times as long.
-_CHUNK = 1 << 15
+# Numbers at a time: what is between them stays in the cache of a core. Where PyTorch has several threads, it
+# starts them for more, and for work this short they wait for each other: where other programs run, twenty
+# times as long.
+_CHUNK, _CHUNK_ON_ONE_THREAD = 1 << 15, 1 << 17
 
 _Change = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Changes the numbers of the first tensor, each by itself, into the second; the third is for in between."""
@@ -451,11 +479,12 @@ def _by_chunks(change: _Change, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     result = torch.empty_like(tensor, dtype=dtype)
     if tensor.numel() <= _CHUNK or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return change(tensor, result, torch.empty_like(tensor))
-    given, taken = tensor.view(-1).split(_CHUNK), result.view(-1).split(_CHUNK)
-    threads = min(torch.get_num_threads(), len(given))
+    threads = min(torch.get_num_threads(), -(-tensor.numel() // _CHUNK))
+    size = _CHUNK if threads > 1 else _CHUNK_ON_ONE_THREAD
+    given, taken = tensor.view(-1).split(size), result.view(-1).split(size)
 
     def work(start: int) -> None:
-        between = torch.empty(_CHUNK, dtype=tensor.dtype)
+        between = torch.empty(size, dtype=tensor.dtype)
         with torch.inference_mode():
             for chunk, to in zip(given[start::threads], taken[start::threads], strict=True):
                 change(chunk, to, between[: len(chunk)])
@@ -492,6 +521,12 @@ class RandomRounding(Float64, RoundingMode):
     def remember() -> Repeated:
         """The GEMMs of inputs and weights."""
         return Repeated()
+
+    def run_all(self, works: Sequence[Callable[[], T]]) -> list[T]:
+        """The results of several runs: in float32 two at once, which take as much memory as one in FP64."""
+        if self.wide is not _NARROWER or torch.cuda.is_initialized():
+            return super().run_all(works)
+        return two_at_once(works)
 
     def rounded(self, tensor: Tensor) -> Tensor:
         """A tensor of wide numbers, rounded."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from mha_deploy.bundle.cases import Arrays, Baseline
 from mha_deploy.model.precision import Precision
 from mha_deploy.rounding import accumulation_roundoff, accumulations, rounded, sample_count
 
+T = TypeVar("T")
 Operands = list[np.ndarray | None]
 """The operands of the decisions of one run, in their order; None for one that is too large to keep."""
 
@@ -41,6 +42,10 @@ class RoundingMode:
     @staticmethod
     def remember() -> Any:
         """What runs on the same inputs share, so that none computes again what all have in common."""
+
+    def run_all(self, works: Sequence[Callable[[], T]]) -> list[T]:
+        """The results of several runs in modes like this one."""
+        return [work() for work in works]
 
     @property
     def grid_flops(self) -> int:
@@ -120,11 +125,11 @@ def sample_parts(
         modes = [make_mode(rounding, seed) for seed in range(1, max(counts) + 1)]
         for mode in modes:
             mode.repeated = shared
-        found, stacked = [errors(mode) for mode in modes], dict[int, Baseline]()
+        found, stacked = modes[0].run_all([partial(errors, mode) for mode in modes]), dict[int, Baseline]()
         for count in dict.fromkeys(counts):
             changes = decision_spread(exact.decisions, [mode.decisions for mode in modes[:count]])
             pair = [make_mode(rounding, count + 1, changes, sign) for sign in (1, -1)] if changes else []
-            taken = [errors(mode) for mode in pair]
+            taken = modes[0].run_all([partial(errors, mode) for mode in pair])
             # Where no decision was near enough to change, the two say nothing new.
             others = [each for each, mode in zip(taken, pair, strict=True) if mode.changed]
             for at in (at for at, each in enumerate(counts) if each == count):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import KernelTime, Timing, TimingPlan
 from mha_deploy.status import Kind, Outcome, Reason
 from mha_deploy.text import reason_text
+from mha_deploy.threads import in_the_background
 from mha_deploy.validation.decode import DecodeReport, admits, evaluate_trace
 from mha_deploy.validation.error_map import MAPPED_RANKS, Heatmap, OutputProjection, heatmap
 from mha_deploy.validation.invariance import InvarianceCheck, invariance_from_runner
@@ -271,16 +273,22 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnName = silent) -
         plan = replace(plan, precision=replace(plan.precision, accumulate=accumulation.type))
         heatmaps: list[Heatmap] = []
         cases, outside, parity = dict[str, list[GoldenCase]](), list[str](), list[ParityReport]()
-        for kind, given in plan.cases.items():
-            # The profiles of an engine may be narrower than the layer's axes.
-            cases[kind], verdicts = [], list[OutputVerdict]()
-            for case in given:
-                if not admits(runner, case.inputs):
-                    outside.append(case.name)
-                    continue
-                on_step(Step(runtime.name, case.name))
-                cases[kind].append(case)
-                verdicts += _judge(runtime, runner, case, plan, heatmaps)
+        judged = dict[str, list[Future[list[OutputVerdict]]]]()
+        with in_the_background() as later:  # a case is judged while the next one runs
+            for kind, given in plan.cases.items():
+                # The profiles of an engine may be narrower than the layer's axes.
+                cases[kind], judged[kind] = [], []
+                for case in given:
+                    if not admits(runner, case.inputs):
+                        outside.append(case.name)
+                        continue
+                    on_step(Step(runtime.name, case.name))
+                    cases[kind].append(case)
+                    judged[kind].append(later(_run(runtime, runner, case, plan, heatmaps)))
+                    wait(judged[kind][:-1])  # no more than two cases are held
+            wait([each for futures in judged.values() for each in futures])
+        for kind, futures in judged.items():
+            verdicts = [verdict for each in futures for verdict in each.result()]
             if verdicts:
                 about: dict[str, Any] = {"backend": runner.name, "accumulation": accumulation, "cases": kind}
                 about |= {"model": plan.spec.name, "precision": plan.precision}
@@ -335,10 +343,10 @@ def refused_rows(
     return {case.name: row for case in cases}
 
 
-def _judge(
+def _run(
     runtime: Runtime, runner: Runner, case: GoldenCase, plan: EvaluationPlan, heatmaps: list[Heatmap]
-) -> list[OutputVerdict]:
-    """The verdicts on a case, and a map of the usual case and of whatever is wrong."""
+) -> Callable[[], list[OutputVerdict]]:
+    """Run a case; what judges its results is returned."""
     try:
         got = runner.run(case.inputs)
     except DeployError as error:
@@ -346,7 +354,15 @@ def _judge(
         if not given and not isinstance(error, RuntimeCrash):
             raise
         # The engine was built for these shapes: not to run them is a verdict on it. So is a crash.
-        return judge.failed_to_run(case, error.in_one_line)
+        return partial(judge.failed_to_run, case, error.in_one_line)
+    case.baseline(plan.precision.accumulate)  # samples of it are drawn here
+    return partial(_judge, runner.name, case, got, plan, heatmaps)
+
+
+def _judge(
+    backend: str, case: GoldenCase, got: Mapping[str, Any], plan: EvaluationPlan, heatmaps: list[Heatmap]
+) -> list[OutputVerdict]:
+    """The verdicts on a case, and a map of the usual case and of whatever is wrong."""
     to_heads = None if plan.projection is None else plan.projection.to_heads
     verdicts = judge.judge_case(case, got, plan.precision, to_heads=to_heads)
     # A cache may be wrong by its old entries alone: then there is no error to map.
@@ -356,7 +372,7 @@ def _judge(
         names = [v.output for v in mapped if v.output == "output" and v.passed]
     entries, results, _ = judge.new_entries(case, got)
     for name in names:
-        found = heatmap(runner.name, entries, name, results[name], plan.projection)
+        found = heatmap(backend, entries, name, results[name], plan.projection)
         note = "the entries of the cache that the call wrote" if name in case.cached else found.note
         heatmaps.append(structs.replace(found, note=note))
     return verdicts
