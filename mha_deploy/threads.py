@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
+from threading import Thread
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -62,6 +63,20 @@ def in_the_background() -> Iterator[Callable[[Callable[[], T]], Future[T]]]:
         yield pool.submit
     finally:
         pool.shutdown(wait=False, cancel_futures=True)  # an interruption does not wait for it
+
+
+def on_a_thread(work: Callable[[], T]) -> Future[T]:
+    """The result of some work that runs beside this thread; the end of the program does not wait for it."""
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 (it is raised where the result is wanted)
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future
 
 
 def parts_of(shape: tuple[int, ...]) -> list[slice]:

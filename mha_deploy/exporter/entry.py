@@ -6,12 +6,16 @@ PyTorch is imported by the functions that need it: an ONNX file is exported with
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mha_deploy.bundle.folder import MANIFEST, Bundle, open_bundle
+from mha_deploy.bundle.sizes import golden_budget, plan_golden
 from mha_deploy.errors import DeployError, needed
 from mha_deploy.files import open_regular
 from mha_deploy.model.layer import AttentionSpec
@@ -20,6 +24,8 @@ from mha_deploy.model.source import Model, find_model
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.options import AUTO, ExportOptions, OnStep, uncounted
 from mha_deploy.output import refuse_inside, refuse_occupied, scratch_folder
+from mha_deploy.runtime.child import ONNX_RUNTIME, PYTORCH, call_isolated, isolation, prepare_child
+from mha_deploy.threads import cores, on_a_thread
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -42,8 +48,6 @@ def export_model(
     refuse_inside(
         Path(os.path.realpath(out)), filter(None, (x for x in sources if isinstance(x, str | Path)))
     )
-    from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
-
     prepare_child(ONNX_RUNTIME)  # it imports its runtime while PyTorch exports
     if options.precision in EIGHT_BITS:
         from mha_deploy.exporter.compress import compressed_bundle, quantize
@@ -58,11 +62,43 @@ def export_model(
         arrays = _read_arrays(inputs)
         return bundle_from_onnx(file, out, options, axes=model.axes, inputs=arrays, on_step=on_step)
     _refuse_inputs(inputs)
+    traced = _trace_beside(model.source, options) if isinstance(model.source, AttentionSpec) else None
     with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
         from mha_deploy.exporter.exporter import bundle_from_factory, bundle_from_spec
     if isinstance(model.source, AttentionSpec):
-        return bundle_from_spec(model.source, out, options, on_step)
+        return bundle_from_spec(model.source, out, options, on_step, traced)
     return bundle_from_factory(model.source, out, options, axes=model.axes, on_step=on_step)
+
+
+_LONG_FLOPS, _SMALL_BYTES = 1 << 32, 1 << 26
+
+
+def _trace_beside(spec: AttentionSpec, options: ExportOptions) -> Future[bytes] | None:
+    """The graph of a layer, traced in a child while this process imports PyTorch and computes golden cases.
+
+    None where this process has PyTorch already, or where there is less to compute than a child costs.
+    """
+    known, plan = "torch" in sys.modules, plan_golden(spec, options.golden, golden_budget(options))
+    if (
+        known
+        or not isolation.enabled
+        or options.weights is not None
+        or options.device != "cpu"
+        or cores() < 2
+    ):
+        return None
+    cost = [spec.call_cost(case.sizes, 2) for case in plan.cases]
+    if sum(each.flops for each in cost) < _LONG_FLOPS or 2 * cost[0].parameters > _SMALL_BYTES:
+        return None
+    about = {"title": "PyTorch's exporter", "step": "tracing"}
+    return on_a_thread(partial(call_isolated, PYTORCH, traced_layer, spec, options, **about))
+
+
+def traced_layer(spec: AttentionSpec, options: ExportOptions) -> bytes:
+    """The graph of a layer with random weights, as a file holds it."""
+    from mha_deploy.exporter.exporter import layer_graph
+
+    return layer_graph(spec, options)
 
 
 def prune_model(

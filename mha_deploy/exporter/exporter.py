@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import gc
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import onnx_ir.passes.common as common_passes
 import torch
@@ -19,7 +22,7 @@ from mha_deploy.bundle.cases import Arrays, GoldenCase, pack_baselines, write_ar
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.bundle.manifest import LayersEntry, ShrunkRange
 from mha_deploy.bundle.samples import as_taken, read_samples, samples_from
-from mha_deploy.bundle.sizes import MODULE_CASES, golden_budget, golden_names, plan_golden
+from mha_deploy.bundle.sizes import MODULE_CASES, PlannedCase, golden_budget, golden_names, plan_golden
 from mha_deploy.errors import ExportError, nearest
 from mha_deploy.exporter import flow
 from mha_deploy.exporter.axes import ExportedModule
@@ -56,13 +59,22 @@ def bundle_from_spec(
     target: Path,
     options: ExportOptions | None = None,
     on_step: OnStep = silent,
+    traced: Future[bytes] | None = None,
 ) -> Bundle:
     """Export a catalog layer and everything needed to check it elsewhere.
 
     Nothing is left at `target` if anything fails. `on_step` is called as each step begins, with its name, its
-    number from 0, and how many there are.
+    number from 0, and how many there are. `traced` is what `layer_graph` gives, where another process does.
     """
-    return flow.export_bundle(_LayerSource(spec, options or ExportOptions()), target, on_step)
+    return flow.export_bundle(_LayerSource(spec, options or ExportOptions(), traced), target, on_step)
+
+
+def layer_graph(spec: AttentionSpec, options: ExportOptions) -> bytes:
+    """The graph of a catalog layer with random weights."""
+    source = _LayerSource(spec, options)
+    source.on_step = silent
+    with scratch_folder() as folder:
+        return ir.to_proto(source.graph(folder)).SerializeToString()
 
 
 @user_code(timed=False, mixed=True)
@@ -176,14 +188,17 @@ class _LayerSource(flow.ExportSource):
     module: Attention
     spec: AttentionSpec
 
-    def __init__(self, layer: AttentionSpec, options: ExportOptions) -> None:
-        self.spec, self.options, self.cache = layer, options, layer.cache
+    def __init__(
+        self, layer: AttentionSpec, options: ExportOptions, traced: Future[bytes] | None = None
+    ) -> None:
+        self.spec, self.options, self.cache, self._traced = layer, options, layer.cache, traced
         self.precision = find_precision("fp16" if options.precision == AUTO else options.precision)
         self.opset = choose_opset(layer, options.opset)
         self.notes, self.checks = [], {}
         # Refuses what cannot be.
-        plan = plan_golden(layer, options.golden, golden_budget(options))
-        self.steps, self.planned = 6 + len(plan.cases) + (layer.cache != "none"), golden_names(layer)
+        self._plan = plan_golden(layer, options.golden, golden_budget(options)).cases
+        self._captured = dict[str, GoldenCase]()
+        self.steps, self.planned = 6 + len(self._plan) + (layer.cache != "none"), golden_names(layer)
 
     def graph(self, folder: Path) -> ir.Model:
         self.step("weights")
@@ -201,8 +216,21 @@ class _LayerSource(flow.ExportSource):
         self.module = build_module(
             self.spec, seed=options.seed, weights=state, dtype=dtype, device=options.device, path="plain"
         )
+        self.capture = LayerCapture(self.module, self.precision, options.seed)
         self.step("ONNX graph")
+        if (traced := self._traced) is not None:
+            for planned in self._plan:
+                if traced.done():
+                    break
+                self._captured[planned.name] = case = self.capture.capture(planned)
+                dict(case.baselines)  # now, while the other process traces
+            with suppress(Exception):  # whatever happened there: here, it is explained
+                return ir.from_proto(onnx.ModelProto.FromString(traced.result()))
         return canonical_from_module(self.module, opset=self.opset)
+
+    def capture_case(self, planned: PlannedCase) -> GoldenCase:
+        """One golden case, which may have been captured already."""
+        return self._captured.pop(planned.name, None) or super().capture_case(planned)
 
     def check(self, path: Path) -> None:
         """Check the graph, and that its dynamic axes are dynamic: run it at two sizes."""
@@ -223,7 +251,6 @@ class _LayerSource(flow.ExportSource):
                         )
             self.checks["dynamic axes"] = {"runtime": runner.name, "sizes": every}
         self.step("FP64 oracle")
-        self.capture = LayerCapture(self.module, self.precision, self.options.seed)
 
     def origin(self) -> str:
         weights = self.options.weights

@@ -5,6 +5,7 @@ import itertools
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import onnx
 import onnx_ir as ir
@@ -235,6 +236,22 @@ def test_another_process_exports_the_same_bytes(bundles, tmp_path):
     again = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
     wanted = [hashlib.sha256(bundles(name).model_path.read_bytes()).hexdigest() for name in names]
     assert again.stdout.split() == wanted
+
+
+_EXPORT_ANEW = """
+import sys
+import mha_deploy as md
+print(md.export("bert-base", sys.argv[1], golden=["B=8,S=128"], seed=3).model_path)
+"""
+
+
+@pytest.mark.slow
+def test_a_graph_that_a_child_traces_beside_long_golden_cases_is_the_same(tmp_path):
+    made = [sys.executable, "-c", _EXPORT_ANEW, str(tmp_path / "bundle")]
+    made = subprocess.run(made, capture_output=True, text=True, check=True, timeout=300).stdout.split()[-1]
+    module = build_module(find_spec("bert-base"), seed=3, dtype=torch.float16)
+    save_graph(canonical_from_module(module), tmp_path / "model.onnx")
+    assert (tmp_path / "model.onnx").read_bytes() == Path(made).read_bytes()
 
 
 def test_a_fixed_axis_is_a_number_in_the_graph_and_the_module_is_left_as_it_was(tmp_path):
