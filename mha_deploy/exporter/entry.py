@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mha_deploy.bundle.folder import MANIFEST, Bundle, open_bundle
-from mha_deploy.bundle.sizes import golden_budget, plan_golden
 from mha_deploy.errors import DeployError, needed
 from mha_deploy.files import open_regular
 from mha_deploy.model.layer import AttentionSpec
@@ -24,8 +23,6 @@ from mha_deploy.model.source import Model, find_model
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.options import AUTO, ExportOptions, OnStep, uncounted
 from mha_deploy.output import refuse_inside, refuse_occupied, scratch_folder
-from mha_deploy.runtime.child import ONNX_RUNTIME, PYTORCH, call_isolated, isolation, prepare_child
-from mha_deploy.threads import cores, on_a_thread
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -48,6 +45,8 @@ def export_model(
     refuse_inside(
         Path(os.path.realpath(out)), filter(None, (x for x in sources if isinstance(x, str | Path)))
     )
+    from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
+
     prepare_child(ONNX_RUNTIME)  # it imports its runtime while PyTorch exports
     if options.precision in EIGHT_BITS:
         from mha_deploy.exporter.compress import compressed_bundle, quantize
@@ -78,15 +77,16 @@ def _trace_beside(spec: AttentionSpec, options: ExportOptions) -> Future[bytes] 
 
     None where this process has PyTorch already, or where there is less to compute than a child costs.
     """
-    known, plan = "torch" in sys.modules, plan_golden(spec, options.golden, golden_budget(options))
-    if (
-        known
-        or not isolation.enabled
-        or options.weights is not None
-        or options.device != "cpu"
-        or cores() < 2
-    ):
+    from mha_deploy.bundle.sizes import golden_budget, plan_golden
+    from mha_deploy.environment import can_import
+    from mha_deploy.runtime.child import PYTORCH, call_isolated, isolation
+    from mha_deploy.threads import cores, on_a_thread
+
+    if "torch" in sys.modules or not can_import("torch") or not isolation.enabled or cores() < 2:
         return None
+    if options.weights is not None or options.device != "cpu":
+        return None
+    plan = plan_golden(spec, options.golden, golden_budget(options))
     cost = [spec.call_cost(case.sizes, 2) for case in plan.cases]
     if sum(each.flops for each in cost) < _LONG_FLOPS or 2 * cost[0].parameters > _SMALL_BYTES:
         return None
