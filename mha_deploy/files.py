@@ -57,6 +57,12 @@ def check_name(name: str) -> None:
         raise DeployError("The name is not valid UTF-8.", got=shown, hint="rename it") from error
 
 
+def file_name(text: str) -> str:
+    """Text as the name of a file or folder: ASCII letters, digits, dashes, underscores and dots."""
+    shown = "".join(each if each.isascii() and (each.isalnum() or each in "-_.") else "-" for each in text)
+    return shown[:100].strip(".-") or "x"
+
+
 class PathPart(str):
     """A name that is one part of a path: of a model, an engine, a case, a cell.
 

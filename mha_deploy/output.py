@@ -773,6 +773,7 @@ def _is_extra(folder: Path, name: str) -> bool:
         return _is_timings(path)
     if re.fullmatch(r"engines/[^/]+\.(engine|json)", name):
         return (_read_json(path.with_suffix(".json")) or {}).keys() >= _ENGINE_KEYS
+    name = re.sub(r"^reports/[^/]+/", "", name)  # of what was judged in place of the bundle's own
     if re.fullmatch(r"worst/[^/]+\.safetensors", name):
         return is_sample(path)
     if match := re.fullmatch(r"(?:report|bench)\.(json|html)|engines\.json|data\.jsonl", name):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, asdict
 from functools import partial
@@ -33,7 +33,7 @@ from mha_deploy.cli.arguments import (
 )
 from mha_deploy.cli.help import CommandGroup
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
-from mha_deploy.files import PathPart
+from mha_deploy.files import PathPart, file_name
 from mha_deploy.options import (
     AUTO,
     OF_DEPLOY,
@@ -459,7 +459,12 @@ def where(backend: str = option("tensorrt", "For which TensorRT.")) -> Result:
 @verb(options_of(ValidateOptions), CONTROL)
 def validate(
     bundle: Path = BUNDLE,
-    out: Path | None = option(None, "Folder of report.json and report.html. default: the bundle", *OUT),
+    out: Path | None = option(
+        None,
+        "Folder of report.json and report.html. default: the bundle; with --graph, --engine-file or --url "
+        "reports/NAME in it",
+        *OUT,
+    ),
     report: bool = option(True, "Write the report."),
     self_test: bool = option(False, "Only mutate the graph, and check that each mutation is detected."),
     overwrite: bool = OVERWRITE,
@@ -492,7 +497,7 @@ def validate(
             outcome=tested.outcome,
             verdict=tables.self_test_verdict(tested),
         )
-    folder = out or opened.path
+    folder = out or opened.path / _place_of_report(options)
     if report:
         md.refuse_outputs(folder, "report", overwrite=overwrite)
     if report and options["data"] is not None and options["resume"] is None:
@@ -508,6 +513,13 @@ def validate(
         save=save,
         verdict=tables.verdict_renderable(data),
     )
+
+
+def _place_of_report(options: Mapping[str, Any]) -> Path:
+    """Where in a bundle the report of a validation belongs: that of others is never over the bundle's own."""
+    named = [path.stem for path in (*options["graphs"], *options["engine_files"])]
+    named += [] if options["url"] is None else [options["url"].partition("://")[2]]
+    return Path("reports", file_name("+".join(named))) if named else Path()
 
 
 @verb(

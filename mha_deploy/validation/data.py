@@ -27,7 +27,7 @@ from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.bundle.manifest import Source
 from mha_deploy.bundle.samples import Sample, as_taken
 from mha_deploy.errors import DeployError, ExportError
-from mha_deploy.files import read_regular
+from mha_deploy.files import file_name, read_regular
 from mha_deploy.metrics import Agreement, AgreementCounts, count_agreement, joined_agreement
 from mha_deploy.model.spec import are_within
 from mha_deploy.options import OnStep, Step, ValidateOptions, silent
@@ -486,7 +486,7 @@ def _conclude(tally: _Tally, measure: Metric | None, files: dict[str, Sample]) -
         )
     worst = []
     for rank, (_, _, result, sample) in enumerate(sorted(tally.worst, key=lambda e: e[:2], reverse=True), 1):
-        file = f"worst/{_slug(tally.runtime.name)}-{rank}.safetensors"
+        file = f"worst/{file_name(tally.runtime.name)}-{rank}.safetensors"
         files[file] = sample
         worst.append(
             WorstSample(
@@ -511,7 +511,3 @@ def _conclude(tally: _Tally, measure: Metric | None, files: dict[str, Sample]) -
         metric=metric,
         worst=tuple(worst),
     )
-
-
-def _slug(name: str) -> str:
-    return "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "-" for c in name).strip(".-") or "x"

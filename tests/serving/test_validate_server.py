@@ -64,7 +64,7 @@ def test_a_served_model_is_a_runner(served, bundles):
         assert md.check_parity(bundles("tiny-padding"), runner).passed
 
 
-def test_a_wrong_model_is_caught(served, bundles, run_cli, tmp_path):
+def test_a_wrong_model_is_caught(served, bundles, run_cli):
     """One output channel of one batch element is off by a percent."""
 
     def spoil(outputs):
@@ -74,9 +74,11 @@ def test_a_wrong_model_is_caught(served, bundles, run_cli, tmp_path):
 
     server = served("tiny-gqa", after=spoil)
     command = ("validate", bundles("tiny-gqa").path, "--url", server.url, "--clients", "2", "--requests", "4")
-    done = run_cli(*command, "--no-probe", "-o", tmp_path, "--json")
+    done = run_cli(*command, "--no-probe", "--json")
     assert done.code == 1
     data = json.loads(done.out)
+    place = bundles("tiny-gqa").path / "reports" / server.url.partition("://")[2].replace(":", "-")
+    assert json.loads((place / "report.json").read_text()) == data, "not over the report of the bundle"
     assert data["verdict"]["outcome"] == "failed"
     assert data["serving"][0]["wrong"] > 0
 

@@ -106,6 +106,28 @@ def test_another_export_that_is_wrong_fails_with_exit_1(bundle, other, run_cli, 
     assert data["verdict"]["findings"][0]["kind"] == Kind.WRONG_OUTPUTS
 
 
+def test_the_report_of_another_graph_is_beside_that_of_the_bundle(bundle, other, run_cli, tmp_path):
+    folder = copy_of(bundle, tmp_path / "bundle")
+    np.savez(tmp_path / "val.npz", x=np.ones((1, 3, 64), np.float16))
+    data = ("--data", tmp_path / "val.npz")
+    assert run_cli("validate", folder, "--no-probe", *data).code == 0
+
+    def own():
+        files = [file for file in folder.rglob("*") if file.is_file() and "reports" not in file.parts]
+        return {file: file.read_bytes() for file in files}
+
+    before = own()
+    done = run_cli("validate", folder, "--no-probe", *data, "--graph", other(wrong_scale, "a b.onnx"))
+    assert done.code == 1, done.err
+    assert own() == before
+    page = folder / "reports" / "a-b" / "report.html"
+    assert done.out.splitlines()[-1] == f"report: {page}"
+    assert json.loads(page.with_suffix(".json").read_text())["verdict"]["outcome"] == "failed"
+    assert {file.name for file in page.parent.iterdir()} >= {"data.jsonl", "worst"}
+    exported = run_cli("export", "tiny-gqa", "-o", folder, "--overwrite", "--golden", "opt")
+    assert exported.code == 0, "reports are the tool's own: " + exported.err
+
+
 def test_the_budget_of_another_graph_is_that_of_the_runtime(bundle, other):
     own, theirs = (
         md.validate(bundle, **more, **QUICK).to_dict()["parity"][0]
