@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 
     AnyModel = TypeVar("AnyModel", onnx.ModelProto, ir.Model)
 
-DeployError.in_python = staticmethod(in_python)  # here hints name keywords, not options of the command line
+DeployError.in_python = staticmethod(in_python)  # errors name keywords, not options
 
 StrPath = str | os.PathLike[str]
 

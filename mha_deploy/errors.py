@@ -33,7 +33,7 @@ class DeployError(Exception):
     exit_code = EXIT_BAD_INPUT
     usual_hint = ""
     in_python: ClassVar[Callable[[str], str]] = staticmethod(str)
-    """A hint as Python has it, not the command line; `api.py` sets it."""
+    """Text with the keywords of Python, not the options of the command line; `api.py` sets it."""
 
     def __init__(self, what: str, *, got: object = None, hint: str = "") -> None:
         if not (hint or self.usual_hint):
@@ -44,12 +44,12 @@ class DeployError(Exception):
         self.hint = hint or self.usual_hint
 
     def __str__(self) -> str:
-        return self.text(DeployError.in_python(self.hint))
+        return self.text(DeployError.in_python)
 
-    def text(self, hint: str) -> str:
-        """All of it, with a hint in the language of the reader."""
-        got = () if self.got is None else (f"  got: {self.got}",)
-        return "\n".join((self.what, *got, f"  try: {hint}"))
+    def text(self, translate: Callable[[str], str] = str) -> str:
+        """All of it, as the command line has it, or in the language of the reader."""
+        got = () if self.got is None else (f"  got: {translate(self.got)}",)
+        return "\n".join((translate(self.what), *got, f"  try: {translate(self.hint)}"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross from child processes, whatever arguments their classes take.

@@ -68,13 +68,6 @@ def options_of(record: type, *names: str) -> dict[str, Field[Any]]:
     return {each.name: each for each in fields(record) if (each.name in names if names else each.metadata)}
 
 
-def listing_options(record: type[Record]) -> type[Record]:
-    """A record whose docstring lists its options, so that `help` shows them."""
-    lines = [f"    {name}: {each.metadata['about']}" for name, each in options_of(record).items()]
-    record.__doc__ = "\n\n".join([record.__doc__ or "", "Args:\n" + "\n".join(lines)])
-    return record
-
-
 def read_options(record: type[Record], given: Mapping[str, Any], *others: str) -> Record:
     """A record of the options that a user named; `others` are those that went elsewhere."""
     known = {*(each.name for each in fields(record)), *others}  # type: ignore[arg-type]
@@ -86,7 +79,6 @@ def read_options(record: type[Record], given: Mapping[str, Any], *others: str) -
 # -- Export ----------------------------------------------------------------------------------------
 
 
-@listing_options
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
     """How to export; `layer` is the layer of the checkpoint, where no prefix is given."""
@@ -160,7 +152,6 @@ class ExportOptions:
 # -- Engines ---------------------------------------------------------------------------------------
 
 
-@listing_options
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
     """How to build."""
@@ -236,7 +227,6 @@ class TimedOptions:
     seed: int = option(1, "Seed of the inputs that are drawn.", min=0, max=2**32 - 1)
 
 
-@listing_options
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions(TimedOptions):
     """What to validate; `limit_s` is how long one number of clients may send requests to a server."""
@@ -250,7 +240,8 @@ class ValidateOptions(TimedOptions):
     )
     fresh: int = option(
         0,
-        "Number of random cases in addition to those of the bundle. Needs PyTorch. default: two small ones",
+        "Number of random cases in addition to those of the bundle. Needs PyTorch, for your own model also "
+        "--trust-code, or the --source of an imported file. default: two small ones",
         min=0,
         max=10**5,
     )
@@ -328,7 +319,8 @@ class ValidateOptions(TimedOptions):
     )
     source: Path | None = option(
         None,
-        "With --data or --steps: the ONNX file that the bundle was imported from, which is its reference.",
+        "With --data, --fresh or --steps: the ONNX file that the bundle was imported from, which is its "
+        "reference.",
         metavar="FILE.onnx",
     )
     resume: Path | None = option(
@@ -384,8 +376,9 @@ def refuse_contradictions(options: ValidateOptions, *, has_runners: bool) -> Non
     if options.data is None and (more := [name for name in _ABOUT_DATA if getattr(options, name)]):
         what, hint = "These options need data.", "--data with your samples, or data="
         raise DeployError(what, got=", ".join(more), hint=hint)
-    if options.source and options.data is None and not options.steps:
-        what, hint = "The source of the model is needed for data or steps.", "--data, or --steps N"
+    if options.source and options.data is None and not (options.steps or options.fresh):
+        what = "The source of the model is needed for data, fresh cases or steps."
+        hint = "--data with your samples, --fresh N, or --steps N"
         raise DeployError(what, got=options.source, hint=hint)
     if options.names and not (options.graphs or options.engine_files or has_runners):
         what, hint = "There is nothing whose names could be mapped.", "with graphs, engine_files or runners"
@@ -399,7 +392,6 @@ def refuse_contradictions(options: ValidateOptions, *, has_runners: bool) -> Non
         raise DeployError(what, got=f"{options.url} and {got}", hint="one of them at a time")
 
 
-@listing_options
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(TimedOptions):
     """What to time."""
@@ -417,7 +409,6 @@ class BenchOptions(TimedOptions):
 # -- Serving ---------------------------------------------------------------------------------------
 
 
-@listing_options
 @dataclass(frozen=True, kw_only=True)
 class PackageOptions:
     """How a bundle is served."""
@@ -451,7 +442,6 @@ class PackageOptions:
 # -- Upgrades --------------------------------------------------------------------------------------
 
 
-@listing_options
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """What counts as a regression: growth, as a share of the old value."""
@@ -495,7 +485,7 @@ class Limits:
     strict: bool = option(False, "Fail if a latency is inconclusive, because the GPU was throttled.")
 
 
-# -- Hints name options as the command line does; Python has keywords -------------------------------
+# -- Errors name options as the command line does; Python has keywords ------------------------------
 
 _OPTION = re.compile(r"(?<![\w-])--(no-)?([a-z][a-z-]*)(?: ([\w.:=/]+))?")
 _OF_PROCESS = {  # see `md.configure`
@@ -503,16 +493,20 @@ _OF_PROCESS = {  # see `md.configure`
     "time-limit": ("time_limit", "float"),
     "trust-code": ("trust_code", "bool"),
 }
+_LAYER = re.compile(r"--hf (\S+) --layer (\d+)")
 _KEYWORDS = {"axis": ("axes", "Mapping"), "input": ("inputs", "Mapping"), "weights": ("weights", "Path")}
 _NO_VALUES = frozenset({"and", "if", "in", "of", "or", "ranges", "that", "to", "with"})
 
 
-def in_python(hint: str) -> str:
-    """A hint with the keywords of the Python API: `overwrite=True` for `--overwrite`.
+def in_python(text: str) -> str:
+    """A text with the keywords of the Python API: `overwrite=True` for `--overwrite`.
 
     A command to type, such as `mha-deploy doctor`, stays as it is.
     """
-    return hint if "mha-deploy " in hint else _OPTION.sub(_keyword, hint)
+    if "mha-deploy " in text:
+        return text
+    text = re.sub(r"(?<!\S)-o\b", "out=...", _LAYER.sub(r'md.load_checkpoint("\1", \2)', text))
+    return _OPTION.sub(_keyword, text)
 
 
 def _keyword(found: re.Match[str]) -> str:
@@ -547,3 +541,13 @@ def _keywords() -> dict[str, tuple[str, str]]:
             flags = each.metadata.get("flags") or (f"--{each.name.replace('_', '-')}",)
             found.setdefault(flags[0].removeprefix("--"), (each.name, str(each.type)))
     return found
+
+
+def _list_options(record: type) -> None:
+    """Let the docstring of a record list its options, as Python's `help` shows it."""
+    lines = [f"    {name}: {in_python(each.metadata['about'])}" for name, each in options_of(record).items()]
+    record.__doc__ = "\n\n".join([record.__doc__ or "", "Args:\n" + "\n".join(lines)])
+
+
+for _record in (ExportOptions, EngineOptions, ValidateOptions, BenchOptions, PackageOptions, Limits):
+    _list_options(_record)

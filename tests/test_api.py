@@ -194,8 +194,12 @@ def test_a_module_in_memory_is_validated_but_not_made_again(in_memory):
     bundle, _ = in_memory
     report = md.validate(bundle.path, latency=False)
     assert report.passed, report.headline
-    with pytest.raises(BundleError, match="exported from an object in memory"):
-        md.validate(bundle, fresh=1)
+    for asked in ({"fresh": 1}, {"data": [{"x": np.ones((1, 4, 16), np.float32)}]}, {"sweep": True}):
+        steps = []
+        with pytest.raises(BundleError) as refused:
+            md.validate(bundle, on_step=lambda name, *_, steps=steps: steps.append(name), **asked)
+        assert "file.py:factory" in refused.value.hint
+        assert not any(name.startswith("ort-cpu") for name in steps), "refused after the work"
 
 
 def test_a_module_that_cannot_be_copied_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, PlannedTrace
 from mha_deploy.bundle.folder import SOURCE, Bundle, sha256
 from mha_deploy.bundle.samples import Sample
+from mha_deploy.bundle.sizes import PlannedCase, sizes_name
 from mha_deploy.errors import DeployError
 from mha_deploy.exporter.onnx_import import OnnxSource
 
@@ -43,6 +45,12 @@ class FileCases:
         self._source.options = replace(self._source.options, seed=seed)
         with closing(self._source):
             return self._source.trace_of(self._spec, planned, self._types)
+
+    def fresh(self, sizes: Mapping[str, int], *, seed: int) -> GoldenCase:
+        """What is true of inputs that are drawn; the same seed at the same sizes draws the same."""
+        self._source.options = replace(self._source.options, seed=seed)
+        name = f"fresh-{sizes_name(sizes)}-seed{seed}"
+        return self._source.moderate_case(PlannedCase(name=name, sizes=dict(sizes)), self._types)
 
     def case(self, sample: Sample) -> GoldenCase:
         """What is true of a sample."""

@@ -93,7 +93,7 @@ def main() -> None:
             error, is_printed = DeployError(word, hint="run it again; nothing half-written is left"), True
             click.echo(word, err=True)
         if error and not is_printed:
-            click.echo(f"error: {error.text(error.hint)}", err=True)
+            click.echo(f"error: {error.text()}", err=True)
         if error and "--json" in sys.argv[1:] and not stdout.has_text:
             shown = {"what": error.what, "got": error.got, "hint": error.hint, "exit_code": code}
             click.echo(json.dumps({"error": shown}, indent=2))
@@ -103,7 +103,7 @@ def main() -> None:
             hint = "free some space there, or write elsewhere"
             error = DeployError("The result cannot be written to stdout.", got=stdout.problem, hint=hint)
             code = EXIT_BAD_INPUT
-            click.echo(f"error: {error.text(error.hint)}", err=True)
+            click.echo(f"error: {error.text()}", err=True)
     sys.exit(code)
 
 

@@ -22,7 +22,7 @@ from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.bundle.sizes import TIMED_CASES
 from mha_deploy.engine import engine as engines
 from mha_deploy.engine import lowered as lowering
-from mha_deploy.engine.engine import Engine, first_gpu, open_engine_runner, reasons_not_to_run
+from mha_deploy.engine.engine import Engine, build_command, first_gpu, open_engine_runner, reasons_not_to_run
 from mha_deploy.engine.lowered import FP16, FP32, NATIVE, PLUGIN, Candidate
 from mha_deploy.engine.plugins import find_plugins, fp8_attentions, load_needed
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
@@ -622,7 +622,8 @@ def refitted_engine(engine: Engine, old: Bundle, new: Bundle) -> Engine:
     before, after = (lowered_graph(each, engine, options) for each in (old, new))
     if differs := differing_part(before, after):
         problem = "The graph with the new weights is another one, so the engine cannot take them."
-        raise EngineError(problem, got=differs, hint="build an engine of it: mha-deploy build-engine BUNDLE")
+        hint = f"build an engine of it: {build_command(new.path)}"
+        raise EngineError(problem, got=differs, hint=hint)
     plan, host_code = engine.path.read_bytes(), bool(manifest.options.get("version_compatible"))
     if host_code:
         isolation.refuse_untrusted(manifest.engine_sha256)

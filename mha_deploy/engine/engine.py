@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -394,6 +395,16 @@ def _note_built(bundle: Path, name: str, digest: str) -> None:
         write_file(bundle / LEDGER, msgspec.json.format(data, indent=2) + b"\n", is_result)
 
 
+def build_command(bundle: Path, *flags: str) -> str:
+    """The command that builds an engine of a bundle, to paste."""
+    return " ".join(("mha-deploy build-engine", shlex.quote(str(bundle)), *flags))
+
+
+def _place_of_bundle(path: Path) -> Path:
+    """The bundle of an engine file or its manifest, for a command to paste."""
+    return path.parent.parent if path.parent.name == FOLDER else Path("BUNDLE")
+
+
 def open_engine(path: Path) -> Engine:
     """Read an engine's manifest, and check that the plan is the one it speaks of.
 
@@ -402,7 +413,7 @@ def open_engine(path: Path) -> Engine:
     beside = manifest_path(path)
     if not beside.exists() and not (path.is_file() and partial_files(beside)):
         problem = "There is no engine with a manifest here."
-        raise BundleError(problem, got=path, hint="mha-deploy build-engine BUNDLE")
+        raise BundleError(problem, got=path, hint=build_command(_place_of_bundle(path)))
     if not path.is_file():
         raise BundleError("The engine file is missing, its manifest is not.", got=path, hint="rebuild it")
     plan = read_regular(path, _LARGEST_PLAN)
@@ -441,9 +452,8 @@ def _read_manifest(path: Path) -> EngineManifest:
             problem, got = "The format of the engine is not supported.", f"{path}: format {found!r}"
             if type(found) is int and found < FORMAT:
                 problem = "The engine was built by an older version of mha-deploy."
-            raise BundleError(
-                problem, got=got, hint="build it again: mha-deploy build-engine BUNDLE --overwrite"
-            )
+            hint = f"build it again: {build_command(_place_of_bundle(path), '--overwrite')}"
+            raise BundleError(problem, got=got, hint=hint)
         manifest = msgspec.convert(data, EngineManifest)
         if manifest.gpu is not None and not manifest.gpu.keys() >= {"name", "compute_cap"}:
             raise ValueError("Object missing required field `compute_cap` - at `$.gpu`")
@@ -750,7 +760,7 @@ def open_engine_runner(engine: Engine, *, cuda_graph: bool = True, backend: str 
     backend, gpu = backend or lean_backend(engine) or engine.manifest.backend, first_gpu()
     lean = backend if backend in LEAN else ""
     if reasons := misfits(engine, _module_version(backend), gpu, lean):
-        hint = f"build one here: mha-deploy build-engine BUNDLE --backend {backend}"
+        hint = f"build one here: {build_command(_place_of_bundle(engine.path), '--backend', backend)}"
         if gpu is None:
             hint = "run it on a machine with a GPU that it was built for"
         elif lean:

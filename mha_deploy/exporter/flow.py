@@ -63,7 +63,7 @@ from mha_deploy.graph.attention_node import attention_nodes, is_attention, short
 from mha_deploy.graph.canonical import check_canonical, check_graph
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.fuse import FuseReport, fuse_attention, place_of
-from mha_deploy.graph.fuse.values import largest_tensor
+from mha_deploy.graph.fuse.values import largest_tensor, name_gemms
 from mha_deploy.graph.ir import Dim, dims
 from mha_deploy.graph.mixed_precision import apply_plan
 from mha_deploy.graph.quantize import is_quantized, without_quantizers
@@ -183,6 +183,7 @@ class ExportSource(ABC):
             f"{each.name} is not fused: {each.reason}" + (f" ({each.place})" if each.place else "")
             for each in found.unfused
         ]
+        name_gemms(model)
         return model
 
     def mixed(self, model: ir.Model, axes: Axes, folder: Path) -> ir.Model:

@@ -182,12 +182,12 @@ class OnnxSource(ExportSource):
 
     def capture_case(self, planned: PlannedCase) -> GoldenCase:
         """One golden case, on inputs that are drawn."""
-        case = self._moderate_case(planned, self._graph_types())
+        case = self.moderate_case(planned, self._graph_types())
         if case.name == "opt":
             self.spec = replace(self.spec, flops=case.flops)
         return case
 
-    def _moderate_case(self, planned: PlannedCase, types: Mapping[str, np.dtype]) -> GoldenCase:
+    def moderate_case(self, planned: PlannedCase, types: Mapping[str, np.dtype]) -> GoldenCase:
         """A case; where float32 has no result on the drawn numbers, or loses too much, on smaller ones.
 
         A sigmoid that is 0 in a runtime, and its logarithm, say nothing of the model: real inputs are within

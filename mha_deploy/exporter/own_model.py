@@ -33,7 +33,7 @@ from mha_deploy.model.spec import (
 from mha_deploy.reference.inputs import draw_lengths, rounded, seeded_generator
 from mha_deploy.reference.weights import read_state
 from mha_deploy.runtime.child import isolation
-from mha_deploy.runtime.user_code import import_user_module, user_code, where_is
+from mha_deploy.runtime.user_code import import_user_module, refuse_without_factory, user_code, where_is
 
 # -- Load a user's factory and call it -------------------------------------------------------------
 
@@ -408,11 +408,7 @@ def open_user_module(
 
 def reopen_user_module(spec: ModelSpec, precision: Precision, *, device: str = "cpu") -> UserModule:
     """The module of a bundle, made again by its factory."""
-    if not spec.factory:
-        what = f"{spec.name} was exported from an object in memory: nothing here can make its module again."
-        hint = "for fresh inputs and PyTorch baselines, export path/to/file.py:factory"
-        raise BundleError(what, got="no factory in the manifest", hint=hint)
-    isolation.refuse_untrusted(spec.factory)
+    refuse_without_factory(spec)
     weights, prefix = None if spec.weights_file is None else Path(spec.weights_file), spec.weights_prefix
     user = open_user_module(
         spec.factory, precision, seed=spec.seed, weights=weights, prefix=prefix, axes=spec.axes, device=device

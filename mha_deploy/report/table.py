@@ -504,7 +504,9 @@ def sensitivity_table(found: Data) -> Table:
         title = title if done == "removed" else "Sensitivity: the loss of pooling the heads of one attention"
         headings = ("part", "now", "#loss of it alone|alone")
         return table(title, headings, [row[:3] for row in rows])
-    title = "Sensitivity: the loss where one part alone is compressed, and of its own result in the end"
+    title = (
+        "Sensitivity: loss of the outputs with this part alone compressed; loss of its own result with all"
+    )
     return table(title, ("part", "written in", "#loss of it alone|alone", "#its own result|own"), rows)
 
 

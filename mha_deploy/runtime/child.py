@@ -78,7 +78,7 @@ class Isolation:
     def refuse_untrusted(self, code: str, title: str | None = None) -> None:
         """Refuse to run code of a bundle, a factory or the hash of an engine, without permission."""
         if not self.trust_code and code not in self.own:
-            problem = "The bundle brings code of its author, which does not run without permission."
+            problem = "The bundle names or contains code, which does not run without permission."
             hint = "--trust-code, if you know who wrote it"
             raise BundleError(problem, got=title or code, hint=hint)
 

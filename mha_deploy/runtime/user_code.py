@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 from mha_deploy import supervisor
 from mha_deploy.environment import is_own_module
 from mha_deploy.errors import (
+    BundleError,
     DeployError,
     ExportError,
     UserCodeError,
@@ -37,6 +38,7 @@ from mha_deploy.errors import (
     text_of_error,
 )
 from mha_deploy.model.catalog import functions_in
+from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime.child import is_child, isolation
 from mha_deploy.supervisor import MODEL_CODE, interruptions
 
@@ -192,6 +194,20 @@ def _remedy(error: BaseException) -> str:
 
 
 # -- Files and functions of a user -------------------------------------------------------------------
+
+
+def refuse_without_factory(spec: ModelSpec) -> None:
+    """Refuse what needs the module of a bundle again, before any work, where nothing here can make it."""
+    if not spec.factory:
+        what = f"The bundle names no factory that would make the module of {spec.name} again."
+        got = spec.summary or "exported from an object in memory"
+        raise BundleError(what, got=got, hint="write one, and export path/to/file.py:factory")
+    isolation.refuse_untrusted(spec.factory)
+    place = spec.factory.rpartition(":")[0]
+    if place.endswith(".py") and not Path(place).is_file():
+        what = f"The file with the factory of {spec.name} is not here."
+        hint = f"run the command in the folder where {place} is"
+        raise BundleError(what, got=f"no {place} in {Path.cwd()}", hint=hint)
 
 
 def import_user_module(place: str) -> ModuleType:

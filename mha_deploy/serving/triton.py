@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +18,15 @@ import numpy as np
 from mha_deploy import __version__
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import MANIFEST, MODEL, Bundle, sha256
-from mha_deploy.engine.engine import FOLDER, RTX, Engine, manifest_path, reasons_not_to_run, where_built
+from mha_deploy.engine.engine import (
+    FOLDER,
+    RTX,
+    Engine,
+    build_command,
+    manifest_path,
+    reasons_not_to_run,
+    where_built,
+)
 from mha_deploy.engine.plugins import library_needed
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
@@ -61,6 +70,7 @@ __all__ = ["TritonPythonModel"]
 _README = """# {package.name}
 
 {model}, packaged by mha-deploy for Triton's {package.options.variant} backend; it is run by {backends}.
+All commands are for the folder that holds `{package.repository.name}`.
 
 ```bash
 TRITON=YY.MM    # a release {needs}
@@ -69,10 +79,10 @@ docker run --rm{gpus} --shm-size=1g -p 8000:8000 -p 8001:8001 -p 8002:8002 \\
   {run}
 ```
 
-Then, with the bundle at hand:
+Then, where the bundle is:
 
 ```bash
-mha-deploy validate BUNDLE --url grpc://localhost:8001/{package.name}
+mha-deploy validate {bundle} --url grpc://localhost:8001/{package.name}
 ```
 
 """
@@ -179,7 +189,7 @@ class Packaging:
         usable = [e for e in found if (e.manifest.backend != RTX if is_plan else not reasons_not_to_run(e))]
         if is_plan and not usable:
             got = ", ".join(f"{name} ({e.manifest.backend})" for name, e in by_name.items()) or "none"
-            hint = "mha-deploy build-engine BUNDLE --backend tensorrt, or --variant python"
+            hint = f"{build_command(self.bundle.path, '--backend', 'tensorrt')}, or --variant python"
             raise DeployError("The bundle has no TensorRT engine to serve as a plan.", got=got, hint=hint)
         if usable:
             return usable, None
@@ -494,6 +504,7 @@ class Packaging:
             package=self,
             model=f"{self.spec.name} {self.bundle.manifest.precision.name}",
             backends=", ".join(self.backends),
+            bundle=shlex.quote(os.path.relpath(self.bundle.path, self.repository.absolute().parent)),
             needs=f"with {' and '.join(versions)} inside" if versions else "of your choice",
             gpus=" --gpus all" if self.on_gpu else "",
             run=command if self.options.variant == PLAN else f"bash -c '{install} && {command}'",

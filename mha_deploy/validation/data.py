@@ -29,11 +29,12 @@ from mha_deploy.bundle.samples import Sample, as_taken
 from mha_deploy.errors import DeployError, ExportError
 from mha_deploy.files import file_name, read_regular
 from mha_deploy.metrics import Agreement, AgreementCounts, count_agreement, joined_agreement
-from mha_deploy.model.spec import are_within
+from mha_deploy.model.spec import ModuleSpec, are_within
 from mha_deploy.options import OnStep, Step, ValidateOptions, silent
 from mha_deploy.output import append_file, is_result, write_file
-from mha_deploy.runtime.child import RuntimeCrash, isolation
+from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.runner import Runner
+from mha_deploy.runtime.user_code import refuse_without_factory
 from mha_deploy.runtime.user_data import Metric, open_samples
 from mha_deploy.status import EMPTY_ORACLE, Kind, Outcome, Reason, means
 from mha_deploy.validation.decode import admits
@@ -303,8 +304,8 @@ def open_data(bundle: Bundle, options: ValidateOptions) -> UserData:
     as_taken(first, spec, bundle.manifest.precision)
     if is_imported(bundle):
         reference_of(bundle, options.source)
-    elif spec.factory:
-        isolation.refuse_untrusted(spec.factory)
+    elif isinstance(spec, ModuleSpec):
+        refuse_without_factory(spec)
     count = count or first.of
     count = min(count, options.data_limit or count)
     return UserData(title=title, samples=chain((first,), samples), count=count, measure=measure)

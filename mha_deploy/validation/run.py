@@ -27,16 +27,17 @@ from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.judge import ParityReport
-from mha_deploy.model.spec import Axis, ModelSpec, Sizes, are_within
+from mha_deploy.model.spec import Axis, ModelSpec, ModuleSpec, Sizes, are_within
 from mha_deploy.options import OnName, OnStep, Step, ValidateOptions, silent
 from mha_deploy.runtime import CPU_RUNNERS, RUNNERS, open_runner
-from mha_deploy.runtime.child import RuntimeCrash
+from mha_deploy.runtime.child import RuntimeCrash, isolation
 from mha_deploy.runtime.cuda import find_gpu, open_gpu
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import TimingPlan
+from mha_deploy.runtime.user_code import refuse_without_factory
 from mha_deploy.validation import evaluate, runtimes
 from mha_deploy.validation.conformance import conformance_table, mask_columns
-from mha_deploy.validation.data import DataPass, UserData, open_data, validate_data
+from mha_deploy.validation.data import DataPass, UserData, is_imported, open_data, validate_data
 from mha_deploy.validation.decode import traces_of
 from mha_deploy.validation.error_map import output_projection
 from mha_deploy.validation.evaluate import Evaluation, EvaluationPlan, LatencyRow
@@ -198,10 +199,17 @@ class _Validator:
     def _random_cases(self) -> list[GoldenCase]:
         """As many cases as were requested, with sizes from anywhere in the axes that an oracle can afford."""
         spec, cases = self.bundle.manifest.spec, list[GoldenCase]()
+        self.on_step("random sizes and their FP64 oracle")
+        if is_imported(self.bundle):
+            from mha_deploy.baselines.imported import FileCases
+
+            draw: Callable[..., GoldenCase] = FileCases(self.bundle, self.options.source).fresh
+        else:
+            draw = self._fresh.case
         for seed in range(self.options.seed, self.options.seed + self.options.fresh):
             dice = random.Random(seed)
             sizes = {name: dice.randint(axis.min, axis.max) for name, axis in spec.axes.items()}
-            cases.append(self._fresh.case(shrunk(spec, sizes, spec.sizes("min"), SizeLimit()), seed=seed))
+            cases.append(draw(shrunk(spec, sizes, spec.sizes("min"), SizeLimit()), seed=seed))
         return cases
 
     def _draw_random(self, profiles: Sequence[Mapping[str, Axis]]) -> list[GoldenCase]:
@@ -217,6 +225,8 @@ class _Validator:
 
     @cached_property
     def _fresh(self) -> FreshCases:
+        if isinstance(self.bundle.manifest.spec, ModuleSpec):
+            refuse_without_factory(self.bundle.manifest.spec)
         runtimes.refuse_without_torch("of fresh inputs")
         from mha_deploy.baselines.fresh import FreshCases
 
@@ -228,10 +238,12 @@ class _Validator:
         profiles = [ranges for each in engines if each.engine for ranges in each.engine.manifest.ranges]
         drawn = bool(profiles) or not self._has_probe  # else the bundle holds them
         any_size = None if options.probe is not False else False  # like probes, unless they are not wanted
+        # Whoever lets the factory of a model run wants what only it can make.
+        may_draw = drawn or (isolation.trust_code and bool(self.bundle.manifest.spec.factory))
         kinds = (
             ("sweep", "the sweep", self._draw_sweep, options.sweep, bool(engines) and can_import("torch")),
             ("probe", "probe inputs", self._draw_probes, options.probe, drawn),
-            ("fresh", "fresh inputs", self._draw_random, options.fresh > 0 or any_size, drawn),
+            ("fresh", "fresh inputs", self._draw_random, options.fresh > 0 or any_size, may_draw),
         )
         for kind, title, draw, requested, by_default in kinds:
             if not requested and not (requested is None and by_default):

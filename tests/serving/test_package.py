@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -233,7 +234,11 @@ def test_the_command_line_says_how_to_start_it(run_cli, bundles, tmp_path):
     assert "tritonserver --model-repository=/models" in data["command"]
     readme = (Path(data["path"]) / "README.md").read_text()
     assert "docker run" in readme
-    assert "mha-deploy validate BUNDLE --url grpc://localhost:8001/tiny-gqa" in readme
+    (command,) = [shlex.split(line) for line in readme.splitlines() if line.startswith("mha-deploy validate")]
+    assert command[3:] == ["--url", "grpc://localhost:8001/tiny-gqa"]
+    assert md.open_bundle(tmp_path / command[2]).manifest.spec.name == "tiny-gqa", (
+        "from beside the repository"
+    )
 
 
 # -- TensorRT's own backend ------------------------------------------------------------------------

@@ -281,6 +281,20 @@ def test_an_imported_model_needs_its_file_for_data(tmp_path, bundles, trained):
 # -- where samples are read from -------------------------------------------------------------------
 
 
+def test_an_imported_model_needs_its_file_for_fresh_cases(tmp_path, bundles):
+    source = bundles("tiny-mha", "fp32").model_path
+    bundle = md.import_onnx(source, tmp_path / "imported", precision="fp32", golden=("opt",))
+    with pytest.raises(DeployError) as refused:
+        md.validate(bundle, fresh=2)
+    assert "source" in str(refused.value)
+    report = md.validate(bundle, fresh=2, source=source)
+    (fresh,) = [each for each in report.to_dict()["parity"] if each["cases"] == "fresh"]
+    assert report.passed, report.headline
+    assert len({json.dumps(each["sizes"]) for each in fresh["verdicts"]}) == 2
+    again = md.validate(bundle, fresh=2, source=source, seed=2).to_dict()["parity"]
+    assert fresh["verdicts"] != again[-1]["verdicts"], "another seed draws others"
+
+
 @pytest.fixture(scope="module")
 def spec(bundles):
     return bundles("tiny-padding").manifest.spec

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import own_models
 import pytest
 import torch
-from bundle_edit import rehash
+from bundle_edit import edit_manifest, rehash
+from torch import nn
 
 import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases, read_arrays, write_arrays
@@ -20,6 +22,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.exporter.observe import observe
 from mha_deploy.graph.file import load_graph
 from mha_deploy.options import EngineOptions, ValidateOptions
+from mha_deploy.runtime.child import isolation
 from mha_deploy.validation.fault import layers_case
 from mha_deploy.validation.run import validate_bundle
 
@@ -61,6 +64,16 @@ def test_the_bundle_knows_the_module(own_bundles):
     # 4 rows of 32 tokens: projections of 4·64², an MLP of 4·64² more, and two matmuls of attention
     assert spec.flops == 3 * (2 * 4 * 32 * 8 * 64**2 + 4 * 4 * 32 * 32 * 64)
     assert open_bundle(own_bundles().path).manifest.spec == spec
+
+
+def test_gemms_are_named_after_their_modules(own_bundles):
+    bundle = own_bundles()
+    graph = load_graph(bundle.model_path).graph
+    gemms = [node.name for node in graph if node.op_type in ("MatMul", "Gemm")]
+    linear = [
+        name for name, each in own_models.encoder().module.named_modules() if isinstance(each, nn.Linear)
+    ]
+    assert sorted(gemms) == sorted(f"{name}.matmul" for name in linear)
 
 
 def test_the_masks_of_a_module_hide_tails_and_heads(own_bundles):
@@ -128,7 +141,7 @@ def judged(report):
 )
 def test_the_graph_and_every_attention_are_right(own_bundles, name, precision, count):
     bundle = own_bundles(name, precision)
-    report = validate_bundle(bundle)
+    report = validate_bundle(bundle, ValidateOptions(probe=False))
     assert report.passed, report.headline
     outputs = len(bundle.manifest.golden) * len(bundle.manifest.spec.outputs)
     assert f"{outputs}/{outputs} outputs within budget, {count}/{count} attention" in report.headline
@@ -141,6 +154,20 @@ def test_fresh_and_swept_cases(own_bundles):
     report = validate_bundle(own_bundles("one_layer", "fp32"), ValidateOptions(sweep=True, fresh=2))
     assert report.passed, report.headline
     assert {each.cases for each in judged(report).parity} == {"golden", "probe", "sweep", "fresh", "layers"}
+
+
+def test_code_that_may_run_draws_fresh_cases_and_a_file_that_is_elsewhere_is_named(
+    copied, run_cli, refused, monkeypatch
+):
+    monkeypatch.setattr(isolation, "trust_code", False)
+    monkeypatch.setattr(isolation, "own", set())
+    drawn, quick = [], ("--backend", "ort-cpu", "--no-report", "--json")
+    for trust in ((), ("--trust-code",)):
+        done = run_cli("validate", copied.path, *quick, *trust)
+        drawn.append({each["cases"] for each in json.loads(done.out)["parity"]} - {"golden", "layers"})
+    assert drawn == [set(), {"fresh"}]
+    edit_manifest(copied.path, lambda data: data["spec"].update(factory="gone/own_models.py:encoder"))
+    refused("validate", copied.path, "--fresh", "1", what="is not here", got="gone/own_models.py")
 
 
 def test_the_oracle_is_that_of_the_module(own_bundles):

@@ -215,6 +215,17 @@ def module_of(node: ir.Node) -> str:
     return module or node.name or node.outputs[0].name or node.op_type
 
 
+def name_gemms(model: ir.Model) -> None:
+    """Name GEMMs with weights after their modules, as `layers.0.mlp.up.matmul`, not by running numbers."""
+    taken = {str(node.name) for node in model.graph}
+    for node in model.graph:
+        weighted = is_op(node, "MatMul", "Gemm") and any(constant(each) is not None for each in node.inputs)
+        if weighted and (module := module_of(node)) != node.name:
+            names = (f"{module}.matmul{f'_{number}' if number else ''}" for number in itertools.count())
+            node.name = next(name for name in names if name not in taken)
+            taken.add(node.name)
+
+
 def place_of(node: ir.Node) -> str | None:
     """The source line of a node as `file:line`: the innermost frame outside PyTorch that is written down."""
     frames = _FRAME.findall(node.metadata_props.get("pkg.torch.onnx.stack_trace", ""))
