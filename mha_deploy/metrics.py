@@ -502,11 +502,13 @@ _TOP = 5
 
 
 class Agreement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the distributions of logits agree with the reference, over all positions."""
+    """How logits agree with the reference, over all positions."""
 
-    positions: Annotated[int, means("distributions that were compared")]
+    positions: Annotated[int, means("positions that were compared")]
     top1: Annotated[float, means("share of positions whose largest logit is the reference's")]
-    top5: Annotated[float, means("share of the reference's five largest that are among the five largest")]
+    top5: Annotated[
+        float, means("share of the reference's five largest logits that are among the five largest here")
+    ]
     kl: Annotated[float, means("mean Kullback-Leibler divergence from the reference, nats")]
     kl_max: Annotated[float, means("the largest")]
 

@@ -68,7 +68,7 @@ class Requirement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     name: Annotated[str, means("`max_budget_share`, `max_latency_p99` or `top1_agreement`")]
     wanted: Annotated[float, means("the limit")]
-    got: Annotated[float | None, means("the worst that was found; null where nothing was measured")]
+    got: Annotated[float | None, means("the worst figure; null where nothing was measured")]
     outcome: Annotated[Outcome, means("whether it holds")]
     place: Annotated[str, means("the runtime and output that is worst")] = ""
 

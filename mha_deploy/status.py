@@ -228,7 +228,7 @@ class Gap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
 
 
 class Place(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a finding is about; what does not apply is None."""
+    """What a finding is about; what does not apply is null."""
 
     runner: Annotated[str | None, means("the runtime or server, with its version")] = None
     engine: Annotated[str | None, means("name of the engine")] = None

@@ -245,17 +245,19 @@ class LossOutput(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     name: Annotated[str, means("name of the output")]
     relative_l2: Annotated[
-        float | None, means("‖compressed − original‖ / ‖original‖ over all samples; null of whole numbers")
+        float | None, means("‖compressed − original‖ / ‖original‖ over all samples; null for integers")
     ]
     sqnr_db: Annotated[
-        float | None, means("the same as a ratio of signal to noise, dB; null where nothing differs")
+        float | None, means("the same as a signal-to-noise ratio, dB; null where nothing differs")
     ]
     top1: Annotated[
         float | None,
-        means("share of positions with the same largest logit, or of whole numbers that are equal; or null"),
+        means(
+            "of logits: share of positions with the same top-1; of integers: share that is equal; else null"
+        ),
     ] = None
     kl: Annotated[
-        float | None, means("of logits: mean Kullback-Leibler divergence from the original, nats; or null")
+        float | None, means("of logits: mean Kullback-Leibler divergence from the original, nats; else null")
     ] = None
 
 
@@ -265,21 +267,23 @@ class LossLayer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: Annotated[str, means("the GEMM, or the head")]
     is_compressed: Annotated[bool, means("whether it is compressed")]
     relative_l2: Annotated[
-        float | None, means("how far its own result is from the original's; null where it has none any more")
+        float | None,
+        means("relative L2 between its own result and the original's; null where it was removed"),
     ]
     sqnr_db: Annotated[float | None, means("the same in dB; null where nothing differs")]
     alone: Annotated[
-        float | None, means("the loss where only this part is compressed; null where it was not tried")
+        float | None,
+        means("the loss of the outputs with only this part compressed; null where it was not tried"),
     ]
 
 
 class LossPoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A choice of the search: how many parts were compressed, and what that costs."""
+    """One step of the search: how many parts were compressed, and at what loss."""
 
     compressed: Annotated[Count, means("parts that were compressed")]
     share: Annotated[float, means("their share of the weights of all parts")]
-    loss: Annotated[float, means("the loss of that")]
-    is_chosen: Annotated[bool, means("whether it is what was exported")] = False
+    loss: Annotated[float, means("the loss of that choice")]
+    is_chosen: Annotated[bool, means("whether it was exported")] = False
 
 
 class LossMetric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -298,9 +302,10 @@ class LossRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         str, means("how the ranges of activations were found; empty where there are none")
     ] = ""
     data: Annotated[str, means("where the samples came from")]
-    samples: Annotated[Count, means("how many the loss was measured on")]
+    samples: Annotated[Count, means("samples that the loss was measured on")]
     held_out: Annotated[
-        bool, means("whether ranges and ranks come from other samples; a limit is kept on these, too")
+        bool,
+        means("whether these samples were not used for calibration and ranking; a limit holds on both sets"),
     ] = False
     outputs: Annotated[list[LossOutput], means("one for every output")]
     layers: Annotated[list[LossLayer], means("one for every part that could be compressed")]

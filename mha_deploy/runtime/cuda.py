@@ -317,16 +317,16 @@ _HELD_BACK = {
 
 
 class Conditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The state of the GPU as NVML reports it; None where it does not."""
+    """The state of the GPU as NVML reports it."""
 
     sm_mhz: Annotated[
         float | None, means("clock of the multiprocessors, MHz; null where NVML did not report it")
     ] = None
-    sm_mhz_max: Annotated[float | None, means("the highest that the card goes to, MHz; null as above")] = None
+    sm_mhz_max: Annotated[float | None, means("the highest clock of the GPU, MHz; null as above")] = None
     memory_mhz: Annotated[float | None, means("clock of the memory, MHz; null as above")] = None
     temperature_c: Annotated[float | None, means("temperature of the GPU, °C; null as above")] = None
     power_w: Annotated[float | None, means("power drawn, W; null as above")] = None
-    throttled_by: Annotated[tuple[str, ...], means("why the clocks were lower than they could be")] = ()
+    throttled_by: Annotated[tuple[str, ...], means("why the clocks were below the maximum")] = ()
 
 
 def read_conditions(gpu: Gpu) -> Conditions:

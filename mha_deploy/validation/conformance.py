@@ -310,16 +310,14 @@ CONFORMS, WRONG, CELL_REFUSED, ABSENT = Conformance
 
 
 class MaskVerdict(Struct, frozen=True, forbid_unknown_fields=True):
-    """How one runtime treats one case."""
+    """How one runtime computes one mask."""
 
     status: Annotated[Conformance, means("the result")]
-    detail: Annotated[
-        str, means("what is wrong, why it was refused, or what else there is to say; may be empty")
-    ] = ""
+    detail: Annotated[str, means("what is wrong, or why it was refused; may be empty")] = ""
     error: Annotated[
         float | None, means("relative L2 against the oracle; null where there were no finite numbers")
     ] = None
-    share: Annotated[float | None, means("share of the budget that it used; null as `error`")] = None
+    share: Annotated[float | None, means("share of the budget that it uses; null as `error`")] = None
 
 
 def judge_answer(trial: MaskTrial, answer: Answer) -> MaskVerdict:
@@ -473,7 +471,7 @@ def _raise_if_absent(open_model: Open, error: DeployError) -> None:
 
 
 class MaskRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How every runtime treats one case."""
+    """How every runtime computes one mask."""
 
     case: Annotated[str, means("short name of the mask")]
     about: Annotated[str, means("the mask in a few words")]
@@ -482,7 +480,7 @@ class MaskRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class ConformanceTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How every runtime treats every case."""
+    """How every runtime computes every mask."""
 
     precision: Annotated[str, means("precision of the graphs")]
     seed: Annotated[int, means("seed of the inputs")]

@@ -46,7 +46,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class Quantiles(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a figure is spread over the samples."""
+    """The distribution of a figure over the samples."""
 
     p50: Annotated[float, means("median over the samples")]
     p90: Annotated[float, means("90th percentile")]
@@ -60,16 +60,15 @@ class DataOutput(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: Annotated[str, means("name of the output")]
     error: Annotated[
         Quantiles | None,
-        means(
-            "relative L2 error against the FP64 reference, in the figures of `share`; null where "
-            "none could be measured"
-        ),
+        means("relative L2 error against the FP64 reference, over the samples; null where none was measured"),
     ]
-    original_error: Annotated[Quantiles | None, means("that of the source model itself, in its precision")]
+    original_error: Annotated[
+        Quantiles | None, means("the same of the source model itself, in its own precision")
+    ]
     agreement: Annotated[
-        Agreement | None, means("of logits: how they agree with the reference; null for others")
+        Agreement | None, means("agreement of logits with the reference; null for other outputs")
     ]
-    original_agreement: Annotated[Agreement | None, means("that of the source model itself")]
+    original_agreement: Annotated[Agreement | None, means("the same of the source model itself")]
 
 
 class DataMetric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,7 +82,7 @@ class DataMetric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class WorstSample(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of the samples that came nearest to the budget, or beyond."""
+    """One of the samples that use the largest share of their budget."""
 
     sample: Annotated[str, means("name of the sample")]
     outcome: Annotated[Outcome, means("its verdict")]
@@ -101,16 +100,14 @@ class DataRuntime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     outcome: Annotated[Outcome, means("that of all samples")]
     samples: Annotated[int, means("samples that it ran")]
     failed: Annotated[int, means("of them, wrong")]
-    not_verified: Annotated[int, means("of them, that show nothing")]
-    outside: Annotated[int, means("samples that its profiles do not admit")]
+    not_verified: Annotated[int, means("of them, without a result that shows anything")]
+    outside: Annotated[int, means("samples outside its profiles, not run")]
     share: Annotated[
         Quantiles | None, means("the share of the budget that samples use; null where there is no number")
     ]
     outputs: Annotated[tuple[DataOutput, ...], means("one for every output")]
     metric: Annotated[DataMetric | None, means("the user's own figure; null where there is none")]
-    worst: Annotated[
-        tuple[WorstSample, ...], means("the samples that came nearest to their budget, or beyond")
-    ]
+    worst: Annotated[tuple[WorstSample, ...], means("the samples that use the largest share of their budget")]
 
 
 class DataRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -81,7 +81,7 @@ class DecodeRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         means("pairs of step and error, for steps 1, 2, 4, 8, … and the last one"),
     ]
     judged: Annotated[
-        int, means("how many things were judged: prefill, steps, and keys and values at the end")
+        int, means("how many results were judged: prefill, every step, and the keys and values at the end")
     ]
     failed: Annotated[int, means("how many of them are wrong")]
     failures: Annotated[

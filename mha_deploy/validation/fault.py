@@ -76,9 +76,9 @@ _EXPLANATIONS = {
 
 
 class FaultTrial(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One thing that was run instead of the engine."""
+    """One thing that was run in place of the engine."""
 
-    name: Annotated[str, means("what was run instead")]
+    name: Annotated[str, means("what was run")]
     outcome: Annotated[
         Outcome,
         means("whether every failing case is right there; `not verified` where it could not be tried"),
@@ -87,9 +87,9 @@ class FaultTrial(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class FaultReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is at fault, how that is known, and the trials that show it."""
+    """What is at fault, and the trials that show it."""
 
-    at_fault: Annotated[AtFault, means("what it was")]
+    at_fault: Annotated[AtFault, means("what is at fault")]
     explanation: Annotated[str, means("how that is known")]
     trials: Annotated[tuple[FaultTrial, ...], means("the trials that show it")]
 

@@ -31,7 +31,7 @@ _SURELY_A_SENTINEL = -1e4
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """A largest number, with its sign, and the pair of query and key that it belongs to."""
+    """The number of largest magnitude, with its sign, and its query and key."""
 
     value: Annotated[float, means("the number")]
     case: Annotated[str, means("the golden case")]
@@ -62,37 +62,35 @@ class NotFinite:
 
 @dataclass(kw_only=True)
 class Figures:
-    """The numbers of one attention over some golden cases; None where no pair was there to measure."""
+    """The numbers of one attention over some golden cases; null where there was no pair of query and key."""
 
     tensors: Annotated[dict[str, float], means("largest absolute value of Q, K and V")]
     scale: Annotated[float, means("the factor on the scores")]
     matmul: Annotated[
-        Peak | None, means("q·k of largest size before the scale, hidden pairs included; null without a pair")
+        Peak | None, means("largest |q·k| before the scale, hidden pairs included; null without a pair")
     ] = None
     all_scores: Annotated[
         tuple[float, float] | None,
         means("lowest and highest score after scale and softcap, hidden pairs included; null as above"),
     ] = None
-    score: Annotated[
-        Peak | None, means("score of largest size, of the pairs that are visible; null as above")
-    ] = None
+    score: Annotated[Peak | None, means("largest |score| of visible pairs; null as above")] = None
     logit: Annotated[
         Peak | None,
-        means("the same with the numbers of the mask added: what goes into the softmax; null as above"),
+        means("the same with the mask added: the input of the softmax; null as above"),
     ] = None
     exponent: Annotated[
         float | None,
-        means("the highest of those: what exp takes without subtracting the maximum; null as above"),
+        means("the highest of these: the argument of exp if the maximum is not subtracted; null as above"),
     ] = None
-    sums: Annotated[tuple[SoftmaxSum, ...], means("what the softmax sums, case by case")] = ()
+    sums: Annotated[tuple[SoftmaxSum, ...], means("the largest sum of exponentials of each case")] = ()
     sentinel: Annotated[
         float | None,
         means("the finite number with which the mask hides keys; null where it hides none, or by -inf"),
     ] = None
-    fully_masked: Annotated[int, means("how many queries, counted in each head, attend to no key at all")] = 0
+    fully_masked: Annotated[int, means("fully masked queries, counted in every head")] = 0
     not_finite: Annotated[
         tuple[NotFinite, ...],
-        means("inputs with NaN or infinity; their cases are not in the other numbers"),
+        means("inputs with NaN or infinity; their cases are left out of the other numbers"),
     ] = ()
 
 
@@ -270,11 +268,11 @@ _SENTINEL = "hide keys by a boolean mask or -inf, which every lowering knows, or
 
 
 class RangeFinding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was found of an attention; one of status `ok` is a remark."""
+    """One finding on an attention; with status `ok` it is a remark."""
 
     status: Annotated[RangeStatus, means("the severity")]
-    kind: Annotated[RangeKind, means("what it is about")]
-    name: Annotated[str, means("the tensor that it is about; empty where the kind says it")] = ""
+    kind: Annotated[RangeKind, means("what kind of finding")]
+    name: Annotated[str, means("the tensor concerned; empty where the kind names it")] = ""
     numbers: Annotated[dict[str, float], means("the figures behind it, by name")] = {}
     what: Annotated[str, means("what was found, in words; nothing reads it")] = ""
     advice: Annotated[tuple[str, ...], means("what can be done about it")] = ()
@@ -305,12 +303,12 @@ class NodeRange(Struct, frozen=True, kw_only=True):
         means("65504 over the largest number; 0 where one is not finite already; null where all are zero"),
     ]
     findings: Annotated[tuple[RangeFinding, ...], means("what was found")]
-    advice: Annotated[tuple[str, ...], means("what can be done about all of it, each thing once")] = ()
+    advice: Annotated[tuple[str, ...], means("what can be done about the findings, without repetition")] = ()
     figures: Annotated[Figures, means("everything that was measured")]
 
 
 class RangeReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How near FP16's limit the attentions of a bundle come on its golden data."""
+    """How close the attentions of a bundle come to FP16's limit, on its golden cases."""
 
     precision: Annotated[str, means("precision of the bundle")]
     worst: Annotated[RangeStatus, means("the worst of the nodes")]

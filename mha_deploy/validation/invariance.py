@@ -29,11 +29,11 @@ _MOST_PLACES = 8
 
 
 class InvarianceCheck(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One thing that must not matter, and whether it does."""
+    """One thing that must not change a result, and whether it does."""
 
     backend: Annotated[str, means("the runtime with its version")]
     case: Annotated[str, means("name of the case")]
-    check: Annotated[Check, means("what must not matter")]
+    check: Annotated[Check, means("what must not change a result")]
     detail: Annotated[str, means("what was compared")]
     outcome: Annotated[
         Outcome,

@@ -94,7 +94,7 @@ class ModelRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class EngineRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An engine, and what became of attention and precision in it."""
+    """An engine, and how it computes attention, and in which precision."""
 
     name: Annotated[str, means("name of the engine in the bundle")]
     backend: Annotated[str, means("`tensorrt` or `tensorrt-rtx`")]
@@ -195,18 +195,20 @@ class LatencyRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class ServingRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a server did with so many clients."""
+    """How a server answered a number of clients."""
 
     clients: Annotated[int, means("clients that sent requests at the same time")]
-    requests: Annotated[int, means("requests that were to be answered")]
+    requests: Annotated[int, means("requests that were sent, or should have been")]
     answered: Annotated[int, means("requests that were answered")]
     errors: Annotated[
-        dict[str, int], means("the others: `error`, `timeout`, `unreachable`, `not sent`; each only if there")
+        dict[str, int],
+        means("the others by cause: `error`, `timeout`, `unreachable`, `not sent`; only those that occurred"),
     ]
     first_error: Annotated[str | None, means("the first failed request; null where none failed")]
     per_second: Annotated[float | None, means("answers per second; null where no time passed")]
     p50_ms: Annotated[
-        float | None, means("median time of an answer, as the client measures it, ms; null without any")
+        float | None,
+        means("median time from request to answer, measured by the client, ms; null without an answer"),
     ]
     p90_ms: Annotated[float | None, means("90th percentile")]
     p99_ms: Annotated[float | None, means("99th percentile")]

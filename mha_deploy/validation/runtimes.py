@@ -169,10 +169,10 @@ def _measured_accumulation(backend: str) -> Accumulation:
 
 
 class Unavailable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A runtime that could not be opened, and why."""
+    """A runtime that was skipped, and why."""
 
     name: Annotated[str, means("the runtime or the engine")]
-    reason: Annotated[str, means("why it could not take part")]
+    reason: Annotated[str, means("why it was skipped")]
 
 
 class RuntimeFinder:

@@ -56,7 +56,7 @@ class SubjectKind(Word):
 
 
 class Conversion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tensor whose type is another one in the subject."""
+    """A tensor that has another type in the subject than in the bundle."""
 
     tensor: Annotated[str, means("name of the input or output in the bundle")]
     bundle: Annotated[str, means("its type there")]
@@ -64,7 +64,7 @@ class Conversion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class PlanVerdict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the kernels of somebody else's plan show, as far as they are reported."""
+    """What the kernels of a foreign plan show, as far as TensorRT reports them."""
 
     fusion: Annotated[
         FusionStatus, means("`fused` if every attention of the model is one kernel in every profile")
@@ -75,9 +75,7 @@ class PlanVerdict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     softmax_kernels: Annotated[int, means("kernels that compute a softmax by itself")]
     reasons: Annotated[
         tuple[EngineReason, ...],
-        means(
-            "why one of them is unknown, and what the other is known by; see `engines[].nodes[].reasons[]`"
-        ),
+        means("why fusion or precision is unknown, or how it is known; see `engines[].nodes[].reasons[]`"),
     ] = ()
 
 
@@ -91,9 +89,11 @@ class SubjectRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     names: Annotated[
         dict[str, str], means("its names of inputs and outputs, and the bundle's, where they differ")
     ]
-    converted: Annotated[tuple[Conversion, ...], means("tensors whose type is another one")]
-    not_judged: Annotated[tuple[str, ...], means("outputs that the bundle knows nothing of")]
-    plan: Annotated[PlanVerdict | None, means("what the kernels of an engine show; null for what is none")]
+    converted: Annotated[tuple[Conversion, ...], means("tensors of another type")]
+    not_judged: Annotated[tuple[str, ...], means("outputs that the bundle does not have")]
+    plan: Annotated[
+        PlanVerdict | None, means("what the kernels of an engine show; null for a graph or a runner")
+    ]
 
 
 # -- Names and types -------------------------------------------------------------------------------

@@ -672,7 +672,7 @@ def _counts(kernels: Iterable[Kernel]) -> dict[str, int]:
 
 
 class NodeVerdict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What became of one attention node in one optimization profile."""
+    """How an engine computes one attention node in one optimization profile."""
 
     node: Annotated[str, means("name of the attention node")]
     profile: Annotated[int, means("the optimization profile; null where there are none")]
