@@ -60,7 +60,7 @@ CONTROL = options_from(
     md.configure,
     trust_code=about(
         "Run the factory that a bundle names, for fresh cases and PyTorch baselines. This runs code of the "
-        "bundle's author. default: only factories that this process exported",
+        "bundle's author. default: no such code runs",
         "--trust-code",
     ),
     in_process=about(

@@ -35,7 +35,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "workspace_mib", "version_compatible", "hardware_compatible",
         "weight_streaming", "refit", "timing_cache", "repeat", "gpu", "variant",
         "triton", "max_batch", "instances", "queue_delay_us", "sequences", "url", "clients", "requests",
-        "timeout_s", "names",
+        "timeout_s", "names", "jobs",
     ),
     "Checks": (
         "self_test", "latency", "layers", "data", "metric", "logits", "data_limit", "source", "resume",
@@ -82,8 +82,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "opset": ("23", "24"),
 }
 """The values of an option that has a few."""
-# Names that mean something else there.
-_OTHERWISE = {("bisect", "backend"), ("analyze", "attention"), ("analyze", "precision")}
+# Names that mean something else there, or take fewer values.
+_OTHERWISE: dict[tuple[str, str], tuple[str, ...]] = {
+    ("bisect", "backend"): (),
+    ("analyze", "attention"): (),
+    ("analyze", "precision"): ("fp16", "bf16", "fp32"),
+}
 
 VERBS: dict[str, dict[str, str]] = {
     "From a model to an engine": {
@@ -117,7 +121,7 @@ VERBS: dict[str, dict[str, str]] = {
         "completion": "completion for bash, zsh and fish",
     },
 }
-"""The verbs of the main help; one that is not named here is listed at its end, with its first sentence."""
+"""The verbs of the main help, a line each; one that is not named here is at its end, with its sentence."""
 
 EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "": (
@@ -251,7 +255,7 @@ def is_rare(name: str) -> bool:
 
 def choices_of(verb: str, name: str) -> tuple[str, ...]:
     """The values of an option that has a few; empty for others."""
-    return () if (verb, name) in _OTHERWISE else CHOICES.get(name, ())
+    return _OTHERWISE.get((verb, name), CHOICES.get(name, ()))
 
 
 # -- As text ---------------------------------------------------------------------------------------
@@ -319,7 +323,9 @@ def _about(parameter: Any) -> str:
     default = parameter.default
     if isinstance(default, str | int | float | Path) and not isinstance(default, bool) and default != "":
         text += "" if "default:" in text else f" default: {default}"
-    return text.strip()
+    if default is True and "default:" not in text:
+        text += " default: on"
+    return f"{text.strip()} Required." if parameter.required and not _is_argument(parameter) else text.strip()
 
 
 class Command(click.Command):
@@ -406,7 +412,7 @@ class CommandGroup(click.Group):
         return command
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the verbs by purpose, each with its first sentence."""
+        """Write the verbs by purpose, each in a line."""
         below = ctx.parent is not None
         path = f"mha-deploy {self.name}" if below else "mha-deploy"
         lines = [f"Usage: {path} COMMAND [ARGUMENTS] [OPTIONS]", "", *_paragraph(self.help or ""), ""]
@@ -419,7 +425,8 @@ class CommandGroup(click.Group):
         sections["Commands" if below else "More"] = [name for name in known if name not in named]
         for title, names in sections.items():
             if names:
-                rows = ((name, _first_sentence(known[name])) for name in names)
+                texts = VERBS.get(title, {})
+                rows = ((name, texts.get(name) or _first_sentence(known[name])) for name in names)
                 lines += [_heading(title), *_rows(rows, 16), ""]
         if not below:
             lines += [_heading("Options"), *_rows([("--version", "Print the version.")], 16), ""]

@@ -218,7 +218,7 @@ def _default_folder(model: md.Model, named: str, cache: str | None, precision: s
 )
 def fuse(
     source: Path = argument("IN.onnx", "An ONNX file, of opset 7 or newer."),
-    output: Path = option(MISSING, "The file to write.", "-o", "--output", metavar="OUT.onnx"),
+    output: Path = option(MISSING, "The file to write.", *OUT, "--output", metavar="OUT.onnx"),
     **options: Any,
 ) -> Result:
     """Write the attention of an ONNX file as single Attention nodes; list what is not fused, and why."""
@@ -238,11 +238,11 @@ def fuse(
     options_from(
         md.check,
         target=about("tensorrt or tensorrt-rtx."),
-        version=about("Version of the target, as 8.6 or 10.14. default: the newest known"),
-        sm=about("Compute capabilities of the GPUs, as 9.0 or 89,120. default: any"),
+        version=about("Version of the target, as 8.6 or 10.14. default: the newest known", metavar="X.Y"),
+        sm=about("Compute capabilities of the GPUs, as 9.0 or 89,120. default: any", metavar="X.Y,X.Y"),
     )
 )
-def check(bundle: Path = BUNDLE, **options: Any) -> Result:
+def check(bundle: Path = argument("BUNDLE", "The bundle, or an .onnx file."), **options: Any) -> Result:
     """Report for every attention node whether a target supports and fuses it, and if not, why."""
     from mha_deploy.cli import tables
 
@@ -461,8 +461,8 @@ def validate(
     bundle: Path = BUNDLE,
     out: Path | None = option(
         None,
-        "Folder of report.json and report.html. default: the bundle; with --graph, --engine-file or --url "
-        "reports/NAME in it",
+        "Folder of report.json and report.html. default: the bundle; with --graph, --engine-file or "
+        "--url: the folder reports/NAME in it",
         *OUT,
     ),
     report: bool = option(True, "Write the report."),
@@ -794,13 +794,14 @@ def models(every: bool = option(False, "Include the small layers of the tests.",
 
 
 @verb(
-    {name: MODEL[name] for name in ("model", "hf", "layer", "axis")},
+    {name: MODEL[name] for name in ("hf", "layer", "axis")},
     options_of(ExportOptions, "weights", "prefix", "seed"),
     options_from(
         md.analyze,
         gpu=about(
             "GPU whose peak figures are used: h200, h100, a100, b200, b300, gb200, l4, l40s, a10, rtx-4090, "
-            "rtx-5090, rtx-pro-6000, orin or thor."
+            "rtx-5090, rtx-pro-6000, orin or thor.",
+            metavar="GPU",
         ),
         peak=about(
             "Peak figures of another GPU instead: dense TFLOPS in this precision and memory bandwidth, such "
@@ -810,7 +811,8 @@ def models(every: bool = option(False, "Include the small layers of the tests.",
         precision=about("Precision of weights and activations: fp16, bf16 or fp32."),
         at=about(
             "Sizes, as B=1,S=2048, or of a layer with a KV cache prefill or decode. default: the optimum of "
-            "every axis; with a KV cache, the decode step"
+            "every axis; with a KV cache, the decode step",
+            metavar="SIZES",
         ),
     ),
     options_from(
@@ -822,6 +824,7 @@ def models(every: bool = option(False, "Include the small layers of the tests.",
     ),
 )
 def analyze(
+    model: str = argument("MODEL", f"{MODEL['model'].metadata['about']} Or the folder of a bundle.", ""),
     data: str | None = option(
         None,
         "Propose optimization profiles from the sizes of your samples, as `validate --data` takes them.",
@@ -837,6 +840,7 @@ def analyze(
     """Count parameters, FLOPs and bytes per stage, and the roofline bound. Nothing is run without --heads."""
     from mha_deploy.cli import tables
 
+    options["model"] = model
     if options["inputs"] is not None and heads is None:
         problem, hint = "--inputs is only used with --heads.", "add --heads FILE.png"
         raise DeployError(problem, got=options["inputs"], hint=hint)
@@ -844,25 +848,25 @@ def analyze(
     sources = [options["model"], *filter(None, given)]
     if heads is not None:
         md.refuse_image(heads, overwrite=overwrite, inputs=sources)
-    model: Any = None
-    if (Path(options["model"]) / "manifest.json").is_file():
-        model = md.open_bundle(options["model"])
-        name, is_layer = model.manifest.spec.name, model.manifest.spec.kind != "module"
+    found_model: Any = None
+    if (Path(model) / "manifest.json").is_file():
+        found_model = md.open_bundle(model)
+        name, is_layer = found_model.manifest.spec.name, found_model.manifest.spec.kind != "module"
         for key in ("model", "hf", "layer", "axis"):
             options.pop(key, None)
     else:
-        model = pop_model(options)
-        name, is_layer = model.name, model.is_layer
+        found_model = pop_model(options)
+        name, is_layer = found_model.name, found_model.is_layer
     figures = {name: options.pop(name) for name in ("gpu", "peak", "precision")}
     analysis = similarity = proposed = None
     if is_layer or heads is None:
-        analysis = md.analyze(model, **figures, at=options["at"])
+        analysis = md.analyze(found_model, **figures, at=options["at"])
     found = {} if analysis is None else analysis.to_dict()
     if data is not None:
-        proposed = md.propose_profiles(model, data, **figures)
+        proposed = md.propose_profiles(found_model, data, **figures)
         found["profiles"] = proposed.to_dict()
     if heads is not None:
-        similarity = md.compare_heads(model, **options)
+        similarity = md.compare_heads(found_model, **options)
         at = f" {similarity.attention}" if similarity.attention else ""
         title = f"{name}{at}: similarity of heads"
         similarity.save_png(heads, title=title, overwrite=overwrite, inputs=sources)
@@ -881,7 +885,7 @@ def analyze(
 
 @verb(options_from(md.init, overwrite=about("Replace an existing file.")))
 def init(
-    path: Path = option(Path("mha-deploy.toml"), "The file to write.", "-o", "--output"), **options: Any
+    path: Path = option(Path("mha-deploy.toml"), "The file to write.", *OUT, "--output"), **options: Any
 ) -> Result:
     """Write a commented file of requirements: default options, and demands on every verdict."""
     written = md.init(path, **options)

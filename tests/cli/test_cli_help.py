@@ -64,6 +64,16 @@ def test_help_spells_out_the_choices(help_of):
         assert choice in text
 
 
+def test_help_says_what_is_required(help_of):
+    """An option without which a verb is refused."""
+    for name, command in COMMANDS.items():
+        needed = [each for each in command.params if each.required and each.param_type_name == "option"]
+        assert " ".join(help_of(name).split()).count("Required.") == len(needed), name
+    assert "--triton REPOSITORY The model repository to write or extend. Required." in " ".join(
+        help_of("package").split()
+    )
+
+
 @pytest.mark.parametrize("verb", EXAMPLES)
 def test_every_example_is_a_call_that_parses(verb):
     assert len(EXAMPLES[verb]) == 3

@@ -179,8 +179,8 @@ def test_a_missing_library_is_reported_before_anything_is_built(place, built, pa
 @pytest.mark.parametrize(
     ("precision", "version", "options", "what"),
     [
-        ("fp16", "8.6.1", {"attention": "plug"}, "No such choice for --attention"),
-        ("fp16", "8.6.1", {"accumulate": "fp64"}, "No such choice for --accumulate"),
+        ("fp16", "8.6.1", {"attention": "plug"}, "No such choice for attention"),
+        ("fp16", "8.6.1", {"accumulate": "fp64"}, "No such choice for accumulate"),
         ("fp16", "8.6.1", {"attention": "native", "accumulate": "fp32"}, "chooses by itself"),
         ("fp32", "8.6.1", {}, "computes in FP16 and BF16"),
         ("bf16", "8.6.1", {}, r"TensorRT 8\.6\.1 has no BF16"),

@@ -85,7 +85,7 @@ def test_a_number_that_fp16_does_not_have_is_named(tmp_path, factory):
 
 @pytest.mark.slow
 def test_a_branch_for_fp16_is_detected(tmp_path):
-    with pytest.raises(ExportError, match="--precision auto"):
+    with pytest.raises(ExportError, match='precision="auto"'):
         bundle_from_factory(f"{FILE}:guarded", tmp_path / "bundle", ExportOptions(precision="fp16"))
 
 

@@ -27,7 +27,7 @@ def test_it_is_exported_where_it_has_the_type_already(tmp_path):
         inputs = {"x": md.Example(torch.randn(2, 5, 16), "B")}
         return md.Deployable(module=Routed(), inputs=inputs, axes={"B": "1:2:4"}, name="routed")
 
-    with pytest.raises(md.DeployError, match="--precision auto"):
+    with pytest.raises(md.DeployError, match='precision="auto"'):
         md.export(made(), tmp_path / "half", precision="fp16", golden=("opt",))
     bundle = md.export(made(), tmp_path / "mixed", precision="auto", golden=("opt",))
     assert [entry.name for entry in bundle.manifest.golden] == ["opt"]
