@@ -634,7 +634,9 @@ def compare(
         "OLD", "The old result: a report.json, bench.json or matrix.json, a bundle, or an .engine file."
     ),
     new: str = argument("NEW", "The new result, of the same kind. matrix.json#NAME: one runtime of it."),
-    everything: bool = option(False, "Also list what is the same.", "--all"),
+    everything: bool = option(
+        False, "Also list what is the same, and all that differs between two models.", "--all"
+    ),
     markdown: bool = option(False, "Print Markdown for a pull request to stdout."),
     junit: Path | None = option(None, "Write JUnit XML.", metavar="FILE"),
     html: Path | None = option(None, "Write a page with both sides.", metavar="FILE"),
@@ -645,7 +647,9 @@ def compare(
     found = md.compare(old, new, **limits)
     found.save_files(html=html, junit=junit, overwrite=overwrite)
 
-    shown = partial(_table_or_markdown, markdown, found, found.table(everything=everything))
+    more = ["The models differ: what else changed says little; --all lists it."]
+    reasons = more if found.unlike and not everything else ()
+    shown = partial(_table_or_markdown, markdown, found, found.table(everything=everything), *reasons)
     return Result(found.to_dict(), shown, outcome=found.outcome, verdict=_verdict(found, markdown))
 
 

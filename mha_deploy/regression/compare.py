@@ -695,6 +695,12 @@ class Comparison(SavableResult):
         return tuple(change for change in self.changes if change.level is NOT_COMPARABLE)
 
     @property
+    def unlike(self) -> frozenset[str]:
+        """The names under which two different models were compared."""
+        found = (each for each in self.not_comparable if each.section == "environment")
+        return frozenset(each.model for each in found if each.subject == "model")
+
+    @property
     def outcome(self) -> Outcome:
         """Failed where something got worse; not verified where something cannot be measured or compared."""
         if self.regressions:
@@ -734,13 +740,22 @@ class Comparison(SavableResult):
         """What changed, regressions before everything; with `everything` also what is the same.
 
         What makes the two sides incomparable comes even before those: regressions may follow from it.
+        Of two models, what else differs is listed only with `everything`.
         """
         several = len({change.model for change in self.changes}) > 1
         others = [change for change in self.not_comparable if change.section == "environment"]
+        unlike = self.unlike
         ordered = sorted(
             self.changes, key=lambda change: (change not in others, SECTIONS.index(change.section))
         )
-        listed = [change for change in ordered if everything or change.level != SAME]
+        listed = [
+            change
+            for change in ordered
+            if everything
+            or change in others
+            or change.level == REGRESSION
+            or (change.level != SAME and change.model not in unlike)
+        ]
         levels = dict.fromkeys([NOT_COMPARABLE, *_LEVELS] if others else _LEVELS)
         rows: dict[Level, list[RawRow]] = {level: [] for level in levels}
         for alike in group_by(listed, lambda change: replace(change, model="")):
@@ -886,14 +901,21 @@ def _not_the_same(old: ModelResult, new: ModelResult) -> dict[str, tuple[str, st
     if models[0] != models[1]:
         found["model"] = models[0], models[1]
     elif differing := sorted(key for key in own if one[key] != two[key]):
-        texts = (", ".join(f"{key} {each[key]}" for key in differing) for each in (one, two))
-        found["model"] = next(texts), next(texts)
+        found["model"] = _attributes(one, differing), _attributes(two, differing)
     if old.precision != new.precision:
         found["precision"] = old.precision, new.precision
     gpus = [_gpu_of(each) for each in (old, new)]
     if all(gpus) and gpus[0] != gpus[1]:
         found["GPU"] = gpus[0], gpus[1]
     return found
+
+
+def _attributes(spec: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Attributes of a model, for a reader: what it is in words first, of a hash the beginning."""
+    words = [spec["summary"]] if "compressed" in str(spec.get("summary")) else []
+    hashed = {name: str(spec[name])[:12] for name in names if name == "state_sha256"}
+    texts = [f"{name} {spec[name]}" for name in names if name not in hashed]
+    return ", ".join([*words, *texts, *(f"weights {digest}" for digest in hashed.values())])
 
 
 def _gpu_of(result: ModelResult) -> str:

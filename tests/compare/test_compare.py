@@ -279,6 +279,21 @@ def test_what_is_not_the_same_is_not_comparable_and_said_first(name):
     assert bool(attributes) == (name != "model")
 
 
+def test_of_two_models_what_differs_between_them_is_listed_and_the_rest_on_request():
+    """Regressions are always listed, and a hash is as short as a reader wants it."""
+    new = planted("slower", "case missing")
+    new["model"]["spec"] = {**new["model"]["spec"], "state_sha256": "b" * 64}
+    old = passing()
+    old["model"]["spec"] = {**old["model"]["spec"], "state_sha256": "a" * 64}
+    found = md.compare(old, new)
+    whole, few = found.table(everything=True), found.table()
+    (model, *_), *_ = [group.rows for group in few.groups]
+    assert ["a" * 12 in model[3].text, "a" * 13 in model[3].text] == [True, False]
+    assert len(few.groups[0].rows) < len(whole.groups[0].rows)
+    listed = sum(len(group.rows) for group in few.groups)
+    assert listed == 1 + len(found.regressions)
+
+
 def test_on_another_gpu_errors_are_compared_all_the_same():
     new = planted("slower", "error grown")
     new["latency"]["gpu"] = "another GPU"
