@@ -326,7 +326,7 @@ class Spread:
                 if share > max(local, gain) and (
                     _ALIKE[0] < amount < _ALIKE[1] or self._is_most_of(change, error)
                 ):
-                    place = f"the pattern of {name}"
+                    place = f"as with {name}"
                 gain = max(gain, share)
         return local, gain, place
 

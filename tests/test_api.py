@@ -142,8 +142,8 @@ def test_a_catalog_layer_is_loaded_by_name_and_by_path(tmp_path):
 
 
 def test_own_models_are_loaded_as_factory_deployable_and_module():
-    factory = md.load_model("somewhere.py:my_layer", axes={"S": "1:2:3"})
-    assert (factory.name, factory.axes["S"]) == ("my-layer", Axis(min=1, opt=2, max=3))
+    factory = md.load_model(f"{own_models.__file__}:one_layer", axes={"S": "1:2:3"})
+    assert (factory.name, factory.axes["S"]) == ("one-layer", Axis(min=1, opt=2, max=3))
     assert md.load_model(own_models.one_layer()).name == "Encoder"
     module = md.load_model(Small(), example_inputs={"x": torch.zeros(1, 3, 16)}, name="mine")
     assert (module.name, module.source.inputs["x"].axes) == ("mine", ())
@@ -162,6 +162,19 @@ def test_own_models_are_loaded_as_factory_deployable_and_module():
 def test_what_is_no_model_is_refused(model, options, words):
     with pytest.raises(md.DeployError, match=words):
         md.load_model(model, **options)
+
+
+def test_a_factory_that_is_not_in_its_file_is_refused_before_anything_is_imported(tmp_path):
+    file = tmp_path / "models.py"
+    file.write_text("import sys\nsys.exit()\ndef encoder():\n    return 1\n")
+    with pytest.raises(ExportError) as refused:
+        md.load_model(f"{file}:encodr")
+    assert "'encoder'" in refused.value.hint
+    with pytest.raises(ExportError, match="no such file"):
+        md.load_model(f"{tmp_path / 'absent.py'}:encoder")
+    assert md.load_model(f"{file}:encoder").name == "encoder"
+    file.write_text("from elsewhere import *\n")
+    assert md.load_model(f"{file}:encodr").name == "encodr", "it may be there"
 
 
 @pytest.mark.slow

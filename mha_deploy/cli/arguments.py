@@ -378,9 +378,15 @@ def show(*lines: RenderableType) -> None:
                 click.echo(each.rstrip(), file=stream)
 
 
+_LONGEST_SILENCE_S = 15.0
+
+
 @contextmanager
-def show_steps(title: str) -> Iterator[OnStep]:
-    """Show the steps of a long job; yields what the API calls as `on_step`."""
+def show_steps(title: str, first: str = "") -> Iterator[OnStep]:
+    """Show the steps of a long job; yields what the API calls as `on_step`.
+
+    The `first` one is that of the command line: what takes long before the API reports anything.
+    """
     if _detail.quiet:
         yield silent
         return
@@ -401,14 +407,20 @@ def show_steps(title: str) -> Iterator[OnStep]:
             )
         return
     started, shown = time.monotonic(), set[str]()
+    printed = started
 
     def print_step(name: str, number: int, count: int) -> None:
-        name = getattr(name, "stage", name)  # a log wants the stages, each once
-        if name in shown:
+        nonlocal printed
+        stage, now = getattr(name, "stage", name), time.monotonic()
+        # A log wants the stages, each once, and no long silence.
+        if stage in shown and now - printed < _LONGEST_SILENCE_S:
             return
-        shown.add(name)
         place = f"{min(number + 1, count)}/{count} " if count else ""
-        line = f"{title}: {place}{name} ({time.monotonic() - started:.1f} s)"
+        line = f"{title}: {place}{name if stage in shown else stage} ({now - started:.1f} s)"
+        shown.add(stage)
+        printed = now
         console.print(line, highlight=False, markup=False)
 
+    if first:
+        print_step(first, 0, 0)
     yield print_step

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from mha_deploy.report.table import Table
 
 OUT = ("-o", "--out")
+LIBRARIES = "libraries"  # PyTorch and ONNX take seconds to import
 LATENCY = about("Measure latency. default: if there is a GPU")
 OVERWRITE = option(False, "Also replace files that mha-deploy did not write.")
 # Verbs that run no code that a bundle names need not trust it.
@@ -73,7 +74,7 @@ def export(out: Path = option(MISSING, "The folder to write.", *OUT), **options:
     """Export an attention layer, your own model or an ONNX file to an ONNX bundle with fused attention."""
     files = parse_pairs(options.pop("inputs"), "--input", "input_ids=ids.npy")
     model = pop_model(options)
-    with show_steps(f"export {model.name}") as on_step:
+    with show_steps(f"export {model.name}", LIBRARIES) as on_step:
         bundle = md.export(model, out, inputs=files, on_step=on_step, **options)
     _report_removed(bundle)
     return _exported(bundle)
@@ -116,7 +117,7 @@ def prune(out: Path = option(MISSING, "The folder to write.", *OUT), **options: 
     """Export a model with fewer heads: those that your data needs least are removed from its weights."""
     options.pop("inputs")
     model = pop_model(options)
-    with show_steps(f"prune {model.name}") as on_step:
+    with show_steps(f"prune {model.name}", LIBRARIES) as on_step:
         bundle = md.prune(model, out, on_step=on_step, **options)
     _report_removed(bundle)
     return _exported(bundle)
@@ -165,7 +166,7 @@ def deploy(
     target = out or _default_folder(model, named, cache, options["precision"])
     options |= {"candidates": candidates, "inputs": files, "on_result": reached.append}
     try:
-        with show_steps(f"deploy {model.name}") as on_step:
+        with show_steps(f"deploy {model.name}", LIBRARIES) as on_step:
             done = md.deploy(model, target, on_step=on_step, **options)
     except DeployError:
         if reached:  # the bundle is written and its graph may be verified: print that first
@@ -325,7 +326,7 @@ def refit(
     """Put other weights into an engine without a build, and validate it against their own reference."""
     from mha_deploy.cli import tables
 
-    with show_steps(f"refit {engine.name}") as on_step:
+    with show_steps(f"refit {engine.name}", LIBRARIES) as on_step:
         done = md.refit(engine, options.pop("weights"), out, on_step=on_step, **options)
     found = done.report.to_dict()
     data: dict[str, Any] = {"bundle": str(done.bundle.path), "validation": found}
@@ -488,7 +489,7 @@ def validate(
     opened = md.open_bundle(bundle)
     name = opened.manifest.spec.name
     if self_test:
-        with show_steps(f"self-test {name}") as on_step:
+        with show_steps(f"self-test {name}", LIBRARIES) as on_step:
             tested = md.self_test(opened, next(iter(options["backends"]), None), on_step=on_step)
 
         return Result(
@@ -502,7 +503,7 @@ def validate(
         md.refuse_outputs(folder, "report", overwrite=overwrite)
     if report and options["data"] is not None and options["resume"] is None:
         options["resume"] = folder / "data.jsonl"
-    with show_steps(f"validate {name}") as on_step:
+    with show_steps(f"validate {name}", LIBRARIES) as on_step:
         result = md.validate(opened, on_step=on_step, **options)
 
     data, save = result.to_dict(), partial(result.save, folder, overwrite=overwrite) if report else None
@@ -537,7 +538,7 @@ def bisect(bundle: Path = BUNDLE, **options: Any) -> Result:
     from mha_deploy.cli import tables
 
     opened = md.open_bundle(bundle)
-    with show_steps(f"bisect {opened.manifest.spec.name}") as on_step:
+    with show_steps(f"bisect {opened.manifest.spec.name}", LIBRARIES) as on_step:
         found = md.bisect(opened, on_step=on_step, **options)
 
     return Result(to_builtins(found), lambda: [tables.bisection_renderable(found)], outcome=found.outcome)

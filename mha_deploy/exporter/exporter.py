@@ -199,6 +199,7 @@ class _LayerSource(flow.ExportSource):
         self._plan = plan_golden(layer, options.golden, golden_budget(options)).cases
         self._captured = dict[str, GoldenCase]()
         self.steps, self.planned = 6 + len(self._plan) + (layer.cache != "none"), golden_names(layer)
+        self.is_counted = True
 
     def graph(self, folder: Path) -> ir.Model:
         self.step("weights")

@@ -124,12 +124,13 @@ class ExportSource(ABC):
     checks: Checks  # what the export checked of its own work
     on_step: OnStep
     step_number, steps = 0, 0  # of how many
+    is_counted = False  # whether that is known: golden cases depend on the graph
     capture: Any = None  # of a module, the `Capture` of what it computes
     loss: LossRecord | None = None  # of a compressed model
 
     def step(self, name: str) -> None:
         """Begin the next step."""
-        self.on_step(name, self.step_number, self.steps)
+        self.on_step(name, self.step_number, self.steps if self.is_counted else 0)
         self.step_number += 1
 
     @abstractmethod
@@ -261,6 +262,7 @@ def export_bundle(source: ExportSource, target: Path, on_step: OnStep) -> Bundle
         if not source.spec.draws_probes:
             budget = replace(budget, numbers=largest_tensor(load_graph(folder / MODEL)))
         source.steps += len(names) - len(options.golden or source.planned)
+        source.is_counted = True
         drawn = planned_cases(lambda: source.spec, names, budget, source.notes)
         for planned in chain(drawn, source.sample_cases()):
             source.step(f"golden case {planned.name}")

@@ -130,7 +130,7 @@ class OnnxSource(ExportSource):
                 )
         self.dims, self.axes = _named_axes(self._inputs, axes)
         self._given = frozenset(axes)  # the axes that the user chose
-        self.steps = 6 + self.auto + len(options.golden or MODULE_CASES)
+        self.steps = 5 + self.auto + len(options.golden or MODULE_CASES)
 
     @classmethod
     def reopened(cls, path: Path, manifest: Manifest) -> OnnxSource:

@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from mha_deploy.errors import SpecError, nearest
+from mha_deploy.errors import ExportError, SpecError, nearest
 from mha_deploy.files import check_plain, read_regular
 from mha_deploy.model.layer import AttentionSpec
 
@@ -116,6 +116,24 @@ def is_factory(model: str) -> bool:
     place, separator, name = model.rpartition(":")
     is_module = all(part.isidentifier() for part in place.split("."))
     return bool(separator) and name.isidentifier() and (place.endswith(".py") or is_module)
+
+
+def refuse_absent_factory(model: str) -> None:
+    """Refuse a factory whose file is not there or does not name it, before anything heavy is imported."""
+    place, _, name = model.rpartition(":")
+    path = Path(place)
+    if not place.endswith(".py"):
+        return
+    if not path.is_file():
+        raise ExportError("There is no such file.", got=place, hint="path/to/file.py:factory")
+    try:
+        text = read_regular(path, _LARGEST_SOURCE).decode("utf-8", "replace")
+    except OSError:
+        return  # the import says why
+    if name not in text and "import *" not in text:
+        known = functions_in(path)
+        hint = nearest(name, known) if known else "a function that returns a Deployable"
+        raise ExportError("The file has no such factory.", got=model, hint=hint)
 
 
 def read_spec(path: Path) -> AttentionSpec:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from mha_deploy.errors import DeployError
-from mha_deploy.model.catalog import find_spec, is_factory
+from mha_deploy.model.catalog import find_spec, is_factory, refuse_absent_factory
 from mha_deploy.model.deployable import Deployable, Example
 from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.spec import Axis
@@ -106,6 +106,8 @@ def find_model(
     if not isinstance(source, str | Deployable):
         hint = "a catalog name, file.toml, file.py:factory, a Deployable, or an nn.Module"
         raise DeployError("This is not a model.", got=describe(model), hint=hint)
+    if isinstance(source, str) and is_factory(source):
+        refuse_absent_factory(source)
     if loaded is not None:
         return replace(loaded, axes={**loaded.axes, **ranges})
     return Model(name=_name_of(source), source=source, axes=ranges)

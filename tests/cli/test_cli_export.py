@@ -43,7 +43,8 @@ def test_a_bundle_is_replaced_only_on_request_and_without_files_of_others(run_cl
     (target / "report.json").write_text('{"tool": {"name": "mha-deploy"}}')
     done = run_cli(*command)
     assert done.code == 0, done.err
-    *progress, removed = done.err.splitlines()
+    first, *progress, removed = done.err.splitlines()
+    assert first.startswith("export tiny-mha: "), "a word before PyTorch is imported"
     assert "report.json" in removed  # nothing goes without a word
     names = ("weights", "ONNX graph", "run at two shapes", "FP64 oracle", "golden case min")
     names += ("what the outputs show", "hashes")

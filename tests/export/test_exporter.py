@@ -11,6 +11,7 @@ import torch
 from graph_parity import graph_parity
 from safetensors.torch import save_file
 
+import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import MANIFEST, MODEL, open_bundle, sha256
 from mha_deploy.errors import EXIT_BAD_INPUT, BundleError, DeployError, ExportError
@@ -59,6 +60,17 @@ def test_the_bundle_holds_what_was_asked_for(bundles):
     assert [node["Hq"] for node in manifest.attention] == [4]
     assert manifest.checks["dynamic axes"]["sizes"] == [{"B": 1, "S": 1}, {"B": 3, "S": 37}]
     assert {"torch", "onnx"} <= manifest.versions.keys()
+
+
+def test_steps_of_a_file_are_counted_once_their_number_is_known(bundles, tmp_path):
+    steps, source = [], bundles("tiny-mha", "fp32").model_path
+    md.import_onnx(source, tmp_path / "b", golden=("opt",), on_step=lambda *step: steps.append(step))
+    counts = [count for _, _, count in steps]
+    known = counts.index(max(counts))
+    assert set(counts[:known]) <= {0}
+    assert [(number, count) for _, number, count in steps[known:]] == [
+        (number, len(steps)) for number in range(known, len(steps))
+    ]
 
 
 def test_steps_are_counted_to_the_end(one_graph, tmp_path):
