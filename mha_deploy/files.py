@@ -163,6 +163,12 @@ def check_plain(data: Any, at: str = "$", depth: int = 0) -> None:
         raise ValueError(f"Expected a finite number, got {data} - at `{at}`")
 
 
+def problem_in(error: Exception) -> tuple[str, str]:
+    """What msgspec refuses, and where: `files.model`, or nothing for the whole. It has both as one text."""
+    what, _, place = str(error).partition(" - at `$")
+    return what, place.strip(".`")
+
+
 def as_plain(value: Any) -> Any:
     """Data or a record as JSON can hold it; a number that is not finite becomes null.
 

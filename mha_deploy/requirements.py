@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mha_deploy.errors import DeployError, nearest
-from mha_deploy.files import check_plain, read_regular
+from mha_deploy.files import check_plain, problem_in, read_regular
 from mha_deploy.options import OF_DEPLOY, BenchOptions, EngineOptions, ExportOptions, ValidateOptions
 from mha_deploy.status import Outcome, means
 
@@ -147,8 +147,7 @@ def _invalid(path: str, table: Any, error: msgspec.ValidationError) -> DeployErr
     if unknown := [name for name in table if name not in known]:
         got = f"{path}: {unknown[0]}"
         return DeployError("There is no such demand.", got=got, hint=nearest(unknown[0], known))
-    words, _, place = str(error).partition(" - at `$.")
-    name = place.rstrip("`")
+    words, name = problem_in(error)
     what, given = f"The value of {name or 'a demand'} is not possible.", f"{name} = {table.get(name)!r}"
     return DeployError(what, got=f"{path}: {given}", hint=f"what was {words.lower().replace('`', '')}")
 

@@ -336,7 +336,7 @@ class ModelSpec(NamedAxes):
     state_sha256: str = ""  # of weights and buffers before they were rounded; of an ONNX file, its own
     mixed: bool = False  # whether its precision was chosen node by node
 
-    if TYPE_CHECKING:  # fields of one kind of model, computed by the other
+    if TYPE_CHECKING:  # what both kinds of models have: as fields, or computed
 
         @property
         def inputs(self) -> tuple[TensorSpec, ...]:
@@ -358,6 +358,17 @@ class ModelSpec(NamedAxes):
         def kv_cache(self) -> KVCache | None:
             """How it decodes; None for a model without a KV cache."""
 
+        def flops_at(self, sizes: Sizes) -> int:
+            """At most the work of a call at these sizes."""
+
+        def call_cost(
+            self, sizes: Sizes, width: int, *, lengths: Lengths = None, flops: int = 0, moved: int = 0
+        ) -> LayerCost:
+            """What a call costs, with numbers of `width` bytes.
+
+            `flops` were counted and `moved` bytes are inputs and outputs: for a model without closed forms.
+            """
+
     @property
     def is_padded(self) -> bool:
         """Whether an input has the lengths of the keys."""
@@ -367,19 +378,6 @@ class ModelSpec(NamedAxes):
     def has_known_cost(self) -> bool:
         """Whether the work of a call is known before one ran."""
         return True
-
-    def flops_at(self, sizes: Sizes) -> int:
-        """At most the work of a call at these sizes."""
-        raise NotImplementedError
-
-    def call_cost(
-        self, sizes: Sizes, width: int, *, lengths: Lengths = None, flops: int = 0, moved: int = 0
-    ) -> LayerCost:
-        """What a call costs, with numbers of `width` bytes.
-
-        `flops` were counted and `moved` bytes are its inputs and outputs: for a model without closed forms.
-        """
-        raise NotImplementedError
 
     def oracle_bytes(self, sizes: Sizes) -> int:
         """Memory of an FP64 run that keeps scores and weights, an upper bound; 0 where it is not known."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
 from functools import cached_property
 from html import escape
 from pathlib import Path
@@ -14,12 +15,12 @@ from mha_deploy.files import as_plain
 from mha_deploy.output import check_file, is_page, is_result, write_file, write_files
 
 
-class SavableResult:
+class SavableResult(ABC):
     """A result that is plain data and a page; a notebook shows the page."""
 
+    @abstractmethod
     def _stored(self) -> Any:
         """What is stored of it: records, or their data."""
-        raise NotImplementedError
 
     @cached_property
     def _data(self) -> dict[str, Any]:
@@ -29,9 +30,9 @@ class SavableResult:
         """The result as plain data, which is what its file holds; the documentation lists every field."""
         return self._data
 
+    @abstractmethod
     def to_html(self) -> str:
         """The result as a self-contained HTML page."""
-        raise NotImplementedError
 
     def to_json(self) -> str:
         """The data as JSON text."""

@@ -22,7 +22,7 @@ from mha_deploy.engine.engine import (
 )
 from mha_deploy.environment import RUN_PACKAGES, command_line, gpus, versions
 from mha_deploy.errors import DeployError
-from mha_deploy.files import as_plain
+from mha_deploy.files import as_plain, problem_in
 from mha_deploy.judge import ParityReport
 from mha_deploy.requirements import Requirement
 from mha_deploy.runtime.cuda import find_gpu
@@ -429,8 +429,8 @@ def _problems(data: Any, schema: type[Struct]) -> list[str]:
     try:
         msgspec.convert(data, schema)
     except msgspec.ValidationError as error:
-        what, _, place = str(error).partition(" - at `$")
-        return [f"{place.strip('.`')}: {what}" if place else what]
+        what, place = problem_in(error)
+        return [f"{place}: {what}" if place else what]
     return []
 
 
