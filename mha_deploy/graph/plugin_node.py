@@ -31,7 +31,7 @@ FP8_OF_WORD: Final = 4
 """TensorRT 8.6 has no FP8: nodes hand it on as INT32, four numbers in each."""
 
 IN_FP16: Final = {
-    "fp8": 0,
+    **dict.fromkeys(("fp8", "fp8_copy"), 0),
     **dict.fromkeys(("query_scale", "key_scale", "value_scale", "weights_scale", "output_scale"), 1.0),
 }
 """The attributes for FP8 of an attention that has none."""
@@ -53,12 +53,20 @@ def is_plugin_attention(node: ir.Node) -> bool:
 
 def fp8_values(node: ir.Node) -> set[ir.Value]:
     """The inputs and outputs of a node of the plugin that hold FP8, as words."""
-    quantized, fp8 = (node.attributes.get_int(name, 0) for name in ("quantized", "fp8"))
+    names = ("quantized", "fp8", "fp8_copy")
+    quantized, fp8, copied = (node.attributes.get_int(name, 0) for name in names)
     if node.op_type == LINEAR and quantized != UNQUANTIZED:
         return {value for value in node.inputs[:2] if value is not None}
     if node.op_type == NORM_ACTIVATION and fp8 != NOT_FP8:
         return {node.outputs[0 if fp8 == FP8_ONLY else -1]}
-    return {node.outputs[0]} if node.op_type == OP_TYPE and fp8 else set()
+    if node.op_type == OP_TYPE and (fp8 or copied):
+        return {node.outputs[-1 if copied else 0]}
+    return set()
+
+
+def multiplies_fp8(node: ir.Node) -> bool:
+    """Whether a node of the plugin is a GEMM or an attention in FP8."""
+    return bool(operands_in_fp8(node) or (node.op_type == LINEAR and fp8_values(node)))
 
 
 def operands_in_fp8(node: ir.Node) -> set[ir.Value]:
@@ -82,6 +90,8 @@ ALIGNED: Final = 8
 LARGEST_HEAD: Final = 256
 _MOST_HEADS = 65535
 _GATED_SIZES = (32, 64, 96, 128)
+_WIDENED = 16  # with a key mask, heads have so many more elements, or up to that multiple
+_LEAST_MASKED_SCALE = 1e-6
 
 
 class NodeSizes(NamedTuple):
@@ -137,6 +147,8 @@ def _rules(own: Mapping[str, Any], sizes: NodeSizes | None, aligned: int) -> Ite
         yield any(own[name] for name in excluded), "a key mask with another mask, gates, a cache or FP8"
         plain = own["causal"] != BOTTOM_RIGHT and windows == (NO_WINDOW, NO_WINDOW)
         yield not plain, "a key mask with a window, or a diagonal that ends at the last key"
+        too_large = (size // _WIDENED + 1) * _WIDENED > LARGEST_HEAD
+        yield too_large or own["scale"] < _LEAST_MASKED_SCALE, "a key mask with this head size or scale"
     yield not (0 <= own["rotary"] <= 2 and FROM_ZERO <= own["rotary_positions"] <= GIVEN), "another rotation"
     if own["rotary"]:
         rotated, step = own["rotary_size"], aligned * (2 if own["rotary"] == 1 else 1)
@@ -150,12 +162,15 @@ def _rules(own: Mapping[str, Any], sizes: NodeSizes | None, aligned: int) -> Ite
     else:
         yield bool(size % aligned or value % aligned), "head sizes that are not multiples of 8"
         yield max(size, value) > LARGEST_HEAD, f"head sizes above {LARGEST_HEAD}"
+    if own["fp8_copy"]:
+        yield bool(own["fp8"] or own["has_gates"]), "a copy in FP8 of an attention in FP8 or with gates"
+        yield not (math.isfinite(own["output_scale"]) and own["output_scale"] > 0), "FP8 without a scale"
     if own["fp8"]:
         others = own["has_bias"] or own["has_gates"] or own["has_cache"]
         yield bool(others), "FP8 together with a mask of numbers, gates or a cache"
         step = 2 * aligned
         yield bool(size % step or value % step), "FP8 with head sizes that are not multiples of 16"
-        scales = [own[name] for name in IN_FP16 if name != "fp8"]
+        scales = [own[name] for name in IN_FP16 if name.endswith("_scale")]
         yield not all(math.isfinite(scale) and scale > 0 for scale in scales), "FP8 without scales"
     yield any(offset % aligned for offset in own["offsets"]), "offsets that are not multiples of 8"
     if sizes is not None:

@@ -434,7 +434,7 @@ def quantized_gemms(model: ir.Model) -> Iterator[tuple[str, str]]:
     for node in model.graph:
         if is_attention(node) and (found := read_quantized(node)) is not None:
             yield str(node.name), found.type
-        if node.op_type in (plugin.LINEAR, plugin.OP_TYPE) and plugin.fp8_values(node):
+        if plugin.multiplies_fp8(node):
             yield str(node.name), "fp8"
         if not is_op(node, "MatMul", "Gemm") and node.op_type != OPERATOR:
             continue

@@ -80,6 +80,11 @@ __device__ void normalise(NormCall const& call) {
             total += values[i][j];
         }
     }
+    uint4 scales[Pieces];  // on their way while the sums are computed
+    for (int i = 0; i < Pieces; ++i) {
+        int const piece = static_cast<int>(threadIdx.x) + i * static_cast<int>(blockDim.x);
+        scales[i] = piece < call.pieces ? call.scale[piece] : make_uint4(0, 0, 0, 0);
+    }
     float const width = static_cast<float>(call.pieces) * 8.0F;
     float const mean = call.is_rms != 0 ? 0.0F : block_sum(total) / width;
     float squares = 0.0F;
@@ -99,7 +104,7 @@ __device__ void normalise(NormCall const& call) {
         }
         float scale[8];
         float bias[8] = {};
-        load<T>(call.scale + piece, scale);
+        load<T>(&scales[i], scale);
         if (call.bias != nullptr) {
             load<T>(call.bias + piece, bias);
         }
@@ -138,7 +143,7 @@ __device__ void activate(ActivationCall const& call) {
             float const inner = 0.79788456080286536F * (x[i] + 0.044715F * x[i] * x[i] * x[i]);
             y = 0.5F * x[i] * (1.0F + tanhf(inner));
         } else if (call.kind == 4) {
-            y = x[i] / (1.0F + expf(-x[i]));
+            y = x[i] * __frcp_rn(1.0F + __expf(-x[i]));
         }
         x[i] = y * gate[i];
     }

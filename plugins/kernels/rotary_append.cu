@@ -71,9 +71,21 @@ __device__ void move(RotaryAppendCall const& call, HeadCopy const& copy, int bat
                               + row * copy.row_stride;
     long long const to = batch * copy.target_batch_stride + head * copy.target_head_stride
                          + target * copy.target_row_stride;
+    bool const masked = call.mask.kept != nullptr && copy.is_key != 0
+                        && call.mask.kept[static_cast<long long>(batch) * call.mask.keys + row] == 0;
+    if (int const added = unit - (copy.units - copy.added); added >= 0) {
+        float const far = copy.is_key == 0 ? mha_deploy::kFar : masked ? -mha_deploy::kFar : 0.0F;
+        Eight<T> eight;
+        for (int i = 0; i < 8; ++i) {
+            from_float(far, eight.of[i]);
+        }
+        put(copy, to + copy.pieces + added, eight);
+        return;
+    }
     int const rotating = copy.rotates ? (rotary.interleaved ? rotary.pieces : rotary.pieces / 2) : 0;
     int const half = rotary.pieces / 2;
-    if (row >= call.rows) {  // behind the last token: kernels read whole tiles, and zero times NaN is NaN
+    // Behind the last token, too: kernels read whole tiles, and zero times NaN is NaN.
+    if (row >= call.rows || masked) {
         Eight<T> const zero{};
         put(copy, to + (unit >= rotating ? unit - rotating + (copy.rotates ? rotary.pieces : 0) : unit), zero);
         if (unit < rotating && !rotary.interleaved) {
@@ -116,6 +128,25 @@ __device__ void move(RotaryAppendCall const& call, HeadCopy const& copy, int bat
     put(copy, to + unit + half, other);
 }
 
+// The first key of a batch element that a mask leaves, by a whole block.
+__device__ void find_first_key(mha_deploy::KeyMask const& mask, int batch) {
+    __shared__ int first;
+    if (threadIdx.x == 0) {
+        first = mask.keys;
+    }
+    __syncthreads();
+    for (int key = threadIdx.x; key < mask.keys; key += blockDim.x) {
+        if (mask.kept[static_cast<long long>(batch) * mask.keys + key] != 0) {
+            atomicMin(&first, key);
+            break;
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        mask.first_keys[batch] = first;
+    }
+}
+
 // A grid of (filled rows, units of all heads, batch).
 template <typename T>
 __device__ void rotate_and_append(RotaryAppendCall const& call) {
@@ -124,6 +155,9 @@ __device__ void rotate_and_append(RotaryAppendCall const& call) {
     int unit = blockIdx.y * blockDim.x + threadIdx.x;
     long long target = row;
     bool fits = true;
+    if (call.mask.first_keys != nullptr && row == 0 && blockIdx.y == 0) {
+        find_first_key(call.mask, batch);
+    }
     if (call.key_counts != nullptr) {  // with a cache
         int const start = call.starts[batch];
         if (row == 0 && unit == 0) {

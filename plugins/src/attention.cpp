@@ -20,6 +20,7 @@ constexpr uint32_t kVersion = 5;
 constexpr int32_t kElementsOfLoad = 8;
 constexpr int32_t kLargestHead = 256;
 constexpr int32_t kMostHeads = 65535;
+constexpr float kLeastMaskedScale = 1e-6F;
 
 Status refused(std::string const& what, std::string const& got, std::string const& reason) {
     return Status::failed("attention: " + what + ", got " + got + ": " + reason);
@@ -106,6 +107,10 @@ Status check_key_mask(AttentionParameters const& p) {
         return refused("a key mask must come without bias, key_lengths, gates, cache and FP8", "one of them",
             "put the mask into the bias");
     }
+    if (p.scale < kLeastMaskedScale || widened(p.head_size) > kLargestHead) {
+        return refused("a key mask must come with a scale from 1e-6 on and heads up to 240",
+            std::to_string(p.scale) + " and " + std::to_string(p.head_size), "put the mask into the bias");
+    }
     if (p.causal == Causal::kBottomRight || p.left_window != kNoWindow || p.right_window != kNoWindow) {
         return refused("a key mask must come with causal 0 or 1 and without windows", "another",
             "put the mask into the bias");
@@ -140,6 +145,14 @@ Status check_rotary(AttentionParameters const& parameters) {
 }
 
 Status check_fp8(AttentionParameters const& p) {
+    if (p.fp8_copy && (p.fp8 || p.has_gates)) {
+        return refused("a copy in FP8 must come without gates, of an attention that is not in FP8", "another",
+            "write FP8 behind this node");
+    }
+    if (p.fp8_copy && (!std::isfinite(p.output_scale) || p.output_scale <= 0.0F)) {
+        return refused(
+            "output_scale must be a number above 0", std::to_string(p.output_scale), "take that of the export");
+    }
     if (!p.fp8) {
         return Status();
     }
@@ -182,6 +195,11 @@ Status check_cudnn(AttentionParameters const& parameters) {
 
 }  // namespace
 
+int32_t widened(int32_t head_size) noexcept {
+    constexpr int32_t kStep = 2 * kElementsOfLoad;
+    return (head_size / kStep + 1) * kStep;
+}
+
 int32_t AttentionParameters::operands() const noexcept {
     return 1 + *std::max_element(sources.begin(), sources.end());
 }
@@ -191,7 +209,7 @@ int32_t AttentionParameters::inputs() const noexcept {
 }
 
 int32_t AttentionParameters::outputs() const noexcept {
-    return has_cache ? 3 : 1;
+    return (has_cache ? 3 : 1) + static_cast<int32_t>(fp8_copy);
 }
 
 Status AttentionParameters::check() const {
@@ -436,7 +454,7 @@ View rows_view(int64_t batch, int64_t heads, int64_t rows, int64_t size) {
 Mask stated_mask(AttentionParameters const& parameters) {
     Mask mask;
     mask.bottom_right = parameters.causal == Causal::kBottomRight;
-    mask.counts_keys = parameters.has_key_lengths || parameters.has_key_mask || parameters.has_cache;
+    mask.counts_keys = parameters.has_key_lengths || parameters.has_cache;
     if (parameters.causal != Causal::kNone) {
         mask.right = 0;
     } else if (parameters.right_window != kNoWindow) {
@@ -455,8 +473,7 @@ Mask mask_of(AttentionParameters const& parameters, AttentionShapes const& shape
     mask.counts_keys = mask.counts_keys || counts_keys;
     // With a cache each new query stands at a key of its own. Batch rows without any key are cleared before.
     bool const any_count = parameters.has_key_lengths && (mask.bottom_right || mask.left.has_value());
-    bool const any_first = parameters.has_key_mask && mask.right.has_value();
-    mask.may_be_empty = any_count || any_first
+    mask.may_be_empty = any_count || parameters.has_key_mask
                         || (!parameters.has_cache && may_leave_a_query_alone(mask, queries, keys));
     drop_what_hides_nothing(mask, queries, keys);
     bool const movable = queries == keys || (parameters.has_bias && queries < keys);
@@ -540,7 +557,8 @@ Status check_pointers(AttentionParameters const& parameters, AttentionShapes con
         }
     }
     for (std::size_t i = 0; status.ok() && i < pointers.outputs.size(); ++i) {
-        if (!(i == 0 ? no_rows : no_caches)) {
+        bool const of_rows = i == 0 || (parameters.fp8_copy && i + 1 == pointers.outputs.size());
+        if (!(of_rows ? no_rows : no_caches)) {
             status = check_place("output", i, pointers.outputs[i], kLoadBytes);
         }
     }

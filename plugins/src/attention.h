@@ -62,6 +62,7 @@ struct AttentionParameters {
     RotaryPositions rotary_positions = RotaryPositions::kFromZero;
     // Q, K, V and the weights after the softmax in FP8 (E4M3), and y, too, four numbers in a word of 32 bits
     bool fp8 = false;
+    bool fp8_copy = false;  // y in FP8 is a last output, besides
     float query_scale = 1.0F;
     float key_scale = 1.0F;
     float value_scale = 1.0F;
@@ -73,7 +74,8 @@ struct AttentionParameters {
     // operands, bias, key_lengths, key_mask, gates, past_key, past_value, starts, cos, sin, positions: those
     // there are
     int32_t inputs() const noexcept;
-    int32_t outputs() const noexcept;   // y; with a cache also present_key and present_value
+    // y; with a cache also present_key and present_value; y in FP8 where it is a copy
+    int32_t outputs() const noexcept;
 
     // Whether the fields make sense together, and whether there is a kernel for them at any size.
     Status check() const;
@@ -101,6 +103,7 @@ struct AttentionParameters {
         visit("rotary_size", p.rotary_size);
         visit("rotary_positions", p.rotary_positions);
         visit("fp8", p.fp8);
+        visit("fp8_copy", p.fp8_copy);
         visit("query_scale", p.query_scale);
         visit("key_scale", p.key_scale);
         visit("value_scale", p.value_scale);
@@ -108,6 +111,9 @@ struct AttentionParameters {
         visit("output_scale", p.output_scale);
     }
 };
+
+// The head size of queries and keys with a key mask: the next multiple of 16.
+int32_t widened(int32_t head_size) noexcept;
 
 std::vector<std::byte> serialize(AttentionParameters const& parameters);
 Status deserialize(void const* bytes, std::size_t size, AttentionParameters& parameters);
@@ -222,10 +228,9 @@ Mask stated_mask(AttentionParameters const& parameters);
 // some microseconds, and a cache that grows has new sizes at every step. With a bias, a key mask, gates or FP8
 // there is a plan for every size.
 //
-// A key mask that leaves the first keys of a batch element, as padding at the end does, is a count of keys, and
-// its diagonal skips the tiles beyond it. Other batch elements, with padding at the beginning or with gaps, are
-// given to a second plan with a bias. Which is which is known on the device only: each plan is launched, and
-// has no queries in the batch elements of the other.
+// A key mask is part of the scores: queries and keys are staged with more elements, whose product is 0, or far
+// below all scores for masked keys. On an H200, causal, 32 heads of 64 and 1024 keys take 27 us in place of 22,
+// with the numbers as a bias 38; heads of 128 and 2048 keys 105 in place of 86, with a bias 151.
 //
 // In FP8, Q, K and V are rounded to its grid as they are staged. cuDNN's kernel in FP8 then reads them where
 // there is one and it is the faster one; else the one in FP16 or BF16, with the weights as they are.

@@ -4,8 +4,6 @@
 #include "cudnn_attention.h"
 #include "driver.h"
 #include "handles.h"
-#include "norm_activation.h"
-#include "norm_activation_kernels.h"
 #include "plan_cache.h"
 #include "row_kernels.h"
 #include "sparse_heads.h"
@@ -33,17 +31,13 @@ constexpr int64_t kTileRows = 256;  // no kernel of cuDNN reads further behind t
 constexpr int64_t kLeastKeysInFp8 = 1024;
 constexpr int32_t kLeastSizeInFp8 = 128;
 constexpr std::size_t kMostStagedBytes = std::size_t{512} << 20;
-constexpr unsigned short kHalfMinusInfinity = 0xfc00;
-constexpr unsigned short kBFloat16MinusInfinity = 0xff80;
 constexpr std::size_t kNowhere = std::numeric_limits<std::size_t>::max();
 constexpr std::array<Part, 3> kParts{Part::kQuery, Part::kKey, Part::kValue};
 
 // All that calls of some sizes need beside their inputs.
 struct Prepared {
     std::shared_ptr<CudnnAttention> plan;  // null where there is nothing to attend to, or for sparse heads
-    std::shared_ptr<CudnnAttention> masked_plan;  // with a key mask: for other keys than the first ones
     Mask mask;
-    Type type = Type::kHalf;
     bool rounded = false;  // the plan is for sizes rounded up: tensors are staged, and rows counted
     bool narrow = false;   // the plan reads and writes FP8
     int64_t batch = 0;     // of the plan
@@ -53,21 +47,16 @@ struct Prepared {
     DeviceMemory key_counts;    // T for every batch element, where cuDNN counts keys that nobody counted
     DeviceMemory scales;        // kFp8Numbers of a plan in FP8
     CUfunction rotary_append = nullptr;  // rotates, stages, and writes into the caches
-    CUfunction to_fp8 = nullptr;         // the output of a plan that writes no FP8
+    CUfunction narrow_rows = nullptr;    // the output of a plan that writes no FP8
     CUfunction key_counts_kernel = nullptr;
     CUfunction empty_rows = nullptr;
     SparseHeadsKernels sparse_heads;  // with gates
     // Where things lie in the scratch memory, behind cuDNN's part.
     std::size_t key_counts_at = kNowhere;
     std::size_t query_counts_at = kNowhere;
-    struct {
-        std::size_t key_counts = kNowhere;
-        std::size_t query_counts = kNowhere;
-        std::size_t first_keys = kNowhere;
-        std::size_t bias = kNowhere;
-    } masked_at;
     std::array<std::size_t, 3> staged_at{kNowhere, kNowhere, kNowhere};
     std::size_t output_at = kNowhere;
+    std::size_t first_keys_at = kNowhere;
     std::size_t scratch_bytes = 0;
     DeviceMemory scratch;   // where the caller gives too little
     bool launched = false;  // so that the device may still be at it
@@ -113,8 +102,7 @@ void set_key(PlanKey& key, AttentionParameters const& p, AttentionShapes const& 
     // Where the rotary tables are looked up is the same plan.
     key = {p.query_heads, p.key_heads, p.head_size, p.value_size, scale,
         static_cast<int64_t>(p.causal), p.left_window, p.right_window, p.has_bias, p.has_key_lengths,
-        p.has_key_mask, p.has_gates, p.has_cache, p.fp8, static_cast<int64_t>(type),
-        static_cast<int64_t>(context.number),
+        p.has_key_mask, p.has_gates, p.has_cache, p.fp8, static_cast<int64_t>(type), static_cast<int64_t>(context.number),
         shapes.cache_rows, p.rotates(), rounded};
     key.insert(key.end(), p.sources.begin(), p.sources.end());
     key.insert(key.end(), p.offsets.begin(), p.offsets.end());
@@ -208,10 +196,10 @@ struct Call {
         int64_t const width = int64_t{parameters.query_heads} * parameters.value_size;
         return static_cast<int>(width / kElementsOfLoad / (prepared.narrow ? 2 : 1));
     }
-    bool narrows_output() const { return parameters.fp8 && !prepared.narrow; }
     // Where queries without keys become zero.
     uint4* cleared() const {
-        return static_cast<uint4*>(narrows_output() ? scratch(prepared.output_at) : pointers.outputs[0]);
+        bool const inner = parameters.fp8 && !prepared.narrow;
+        return static_cast<uint4*>(inner ? scratch(prepared.output_at) : pointers.outputs[0]);
     }
     // Where Q, K or V begins: for a cache, the new tokens of K and V.
     char* begin_of(Part part) const {
@@ -268,7 +256,10 @@ HeadCopy head_copy_of(Call const& call, Part part) {
     copy.target_head_stride = to.strides[1] / kElementsOfLoad;
     copy.target_row_stride = to.strides[2] / kElementsOfLoad;
     copy.heads = static_cast<int>(view.sizes[1]);
-    copy.units = static_cast<int>(view.sizes[3] / kElementsOfLoad);
+    copy.pieces = static_cast<int>(view.sizes[3] / kElementsOfLoad);
+    copy.added = static_cast<int>(to.sizes[3] / kElementsOfLoad) - copy.pieces;
+    copy.units = copy.pieces + copy.added;
+    copy.is_key = part == Part::kKey ? 1 : 0;
     copy.rotates = rotates ? 1 : 0;
     if (call.parameters.fp8) {
         float const scales[] = {
@@ -322,6 +313,11 @@ Status rotate_and_append(Call const& call) {
         append.key_counts = static_cast<int*>(call.scratch(call.prepared.key_counts_at));
         append.cache_rows = static_cast<int>(call.shapes.cache_rows);
     }
+    if (p.has_key_mask) {
+        append.mask.kept = call.input<int>(call.places.key_mask);
+        append.mask.first_keys = static_cast<int*>(call.scratch(call.prepared.first_keys_at));
+        append.mask.keys = call.keys();
+    }
     int64_t const queries = call.queries();
     int64_t const keys = view_of(p, call.shapes, Part::kKey).sizes[2];
     if (keys == queries) {
@@ -350,15 +346,6 @@ Status count_rows(Call const& call) {
     }
     KeyCounts rows{};
     rows.lengths = call.input<int>(call.places.key_lengths);
-    if (call.parameters.has_key_mask) {
-        auto const& at = call.prepared.masked_at;
-        rows.mask = call.input<int>(call.places.key_mask);
-        rows.masked.key_counts = static_cast<int*>(call.scratch(at.key_counts));
-        rows.masked.query_counts = static_cast<int*>(call.scratch(at.query_counts));
-        rows.masked.first_keys = static_cast<int*>(call.scratch(at.first_keys));
-        rows.masked.bias = static_cast<unsigned short*>(call.scratch(at.bias));
-        rows.masked.hidden = call.prepared.type == Type::kHalf ? kHalfMinusInfinity : kBFloat16MinusInfinity;
-    }
     rows.key_counts = static_cast<int*>(call.scratch(call.prepared.key_counts_at));
     rows.query_counts = query_counts;
     rows.output = call.cleared();
@@ -370,29 +357,43 @@ Status count_rows(Call const& call) {
         static_cast<unsigned>(call.prepared.batch), 1, rows, "count the keys");
 }
 
-Status clear_empty_rows(Call const& call) {
+// Zeros for queries without keys; and what a plan in FP16 or BF16 gave, in FP8.
+Status finish_rows(Call const& call) {
     Mask const stated = stated_mask(call.parameters);
     EmptyRows rows{};
     rows.output = call.cleared();
     rows.key_counts = call.input<int>(call.places.key_lengths);
-    rows.first_keys = static_cast<int const*>(call.scratch(call.prepared.masked_at.first_keys));
+    rows.first_keys = static_cast<int const*>(call.scratch(call.prepared.first_keys_at));
     rows.queries = call.queries();
     rows.keys = call.keys();
     rows.pieces = call.output_pieces();
     rows.left = stated.left.value_or(kUnbounded);
     rows.right = stated.right.value_or(kUnbounded);
     rows.bottom_right = stated.bottom_right ? 1 : 0;
-    return call.launch(call.prepared.empty_rows, blocks_for_rows(rows.queries),
-        static_cast<unsigned>(call.shapes.batch()), 1, rows, "clear queries without keys");
+    auto const batch = static_cast<unsigned>(call.shapes.batch());
+    if (call.prepared.narrow_rows != nullptr) {
+        rows.fp8 = static_cast<uint2*>(call.parameters.fp8_copy ? call.pointers.outputs.back()
+                                                                : call.pointers.outputs.front());
+        rows.fp8_factor = 1.0F / call.parameters.output_scale;
+        return call.launch(call.prepared.narrow_rows, static_cast<unsigned>(rows.queries), batch, 1, rows,
+            "write the output in FP8");
+    }
+    return call.launch(call.prepared.empty_rows, blocks_for_rows(rows.queries), batch, 1, rows,
+        "clear queries without keys");
 }
 
 // No batch, no query, or no key at all.
 Status clear_output(Call const& call) {
     auto const bytes =
         static_cast<std::size_t>(call.shapes.batch() * call.queries() * call.output_pieces()) * 16;
-    auto const output = reinterpret_cast<CUdeviceptr>(call.pointers.outputs[0]);
-    return bytes == 0 ? Status()
-                      : status_of(call.driver.set_async(output, 0, bytes, call.stream), "clear the output");
+    auto const clear = [&call](void* output, std::size_t count) {
+        auto const address = reinterpret_cast<CUdeviceptr>(output);
+        return count == 0
+                   ? Status()
+                   : status_of(call.driver.set_async(address, 0, count, call.stream), "clear the output");
+    };
+    RETURN_IF_FAILED(clear(call.pointers.outputs.front(), bytes));
+    return call.parameters.fp8_copy ? clear(call.pointers.outputs.back(), bytes / 2) : Status();
 }
 
 // From the output of a plan with more rows.
@@ -406,18 +407,6 @@ Status copy_output(Call const& call) {
     copy.dstPitch = copy.WidthInBytes = static_cast<std::size_t>(call.queries()) * row;
     copy.Height = static_cast<std::size_t>(call.shapes.batch());
     return status_of(call.driver.copy_rows_async(&copy, call.stream), "copy the output");
-}
-
-// What a plan in FP16 or BF16 gave, in FP8.
-Status narrow_output(Call const& call) {
-    ActivationCall copy{};
-    copy.x = call.cleared();
-    copy.fp8 = static_cast<uint2*>(call.pointers.outputs[0]);
-    copy.fp8_factor = 1.0F / call.parameters.output_scale;
-    copy.pieces = call.shapes.batch() * call.queries() * call.output_pieces();
-    copy.kind = static_cast<int>(Operation::kCopy);
-    auto const blocks = static_cast<unsigned>((copy.pieces + kThreads - 1) / kThreads);
-    return call.launch(call.prepared.to_fp8, blocks, 1, 1, copy, "write the output in FP8");
 }
 
 // The pointers must have been checked, and the workspace must hold `prepared.scratch_bytes`.
@@ -462,21 +451,12 @@ Status launch_attention(Call const& call, Handles* handles) {
     CudnnHandle const handle(*handles);
     RETURN_IF_FAILED(handle.status());
     status = prepared.plan->launch(handle.get(), addresses, call.workspace, call.stream);
-    if (status.ok() && prepared.masked_plan != nullptr) {
-        addresses.bias = call.scratch(prepared.masked_at.bias);
-        addresses.query_counts = call.scratch(prepared.masked_at.query_counts);
-        addresses.key_counts = call.scratch(prepared.masked_at.key_counts);
-        status = prepared.masked_plan->launch(handle.get(), addresses, call.workspace, call.stream);
-    }
     if (status.ok() && prepared.rounded) {
         status = copy_output(call);
     }
     bool const may_be_empty = prepared.rounded ? p.has_key_lengths || mask_of(p, call.shapes).may_be_empty
                                                : prepared.mask.may_be_empty;
-    if (status.ok() && may_be_empty) {
-        status = clear_empty_rows(call);
-    }
-    return status.ok() && call.narrows_output() ? narrow_output(call) : status;
+    return status.ok() && (may_be_empty || prepared.narrow_rows != nullptr) ? finish_rows(call) : status;
 }
 
 }  // namespace
@@ -492,7 +472,6 @@ struct AttentionWork::State {
         std::shared_ptr<Prepared>& entry);
     Status make(AttentionShapes const& shapes, Type type, PlanKey const& key, Prepared& made);
     Status make_dense(AttentionShapes const& shapes, Type type, PlanKey const& key, Prepared& made);
-    Status make_masked(AttentionShapes const& shapes, Type type, PlanKey const& key, Prepared& made);
     Status take_scratch(Prepared& prepared, bool capturing, void*& workspace, std::size_t bytes);
     Status let_go(CUstream stream);
 
@@ -584,7 +563,6 @@ Status AttentionWork::State::make(AttentionShapes const& shapes, Type type, Plan
         return prepare_sparse_heads(parameters, shapes, type, made.sparse_heads);
     }
     made.batch = shapes.batch();
-    made.type = type;
     made.narrow = parameters.fp8;
     if (made.batch > kMostBatches) {
         return Status::failed(
@@ -607,9 +585,11 @@ Status AttentionWork::State::make_dense(AttentionShapes const& shapes, Type type
         View view = view_of(p, shapes, part);
         auto const [batch, heads, rows, size] = view.sizes;
         bool const cached = cache && part != Part::kQuery;
-        staged[index] = !cached && (made.rounded || p.fp8 || (p.rotates() && part != Part::kValue));
+        bool const scored = part != Part::kValue;
+        staged[index] = !cached && (made.rounded || p.fp8 || (scored && (p.rotates() || p.has_key_mask)));
         made.attended[index] = cached          ? dense_view(batch, heads, shapes.cache_rows, size)
-                               : staged[index] ? rows_view(batch, heads, rows, size)
+                               : staged[index] ? rows_view(batch, heads, rows,
+                                     p.has_key_mask && scored ? widened(p.head_size) : size)
                                                : view;
     }
     made.plan = find_shared(key);
@@ -626,37 +606,28 @@ Status AttentionWork::State::make_dense(AttentionShapes const& shapes, Type type
         }
         made.plan = share(key, std::move(plan));
     }
-    if (p.has_key_mask) {
-        RETURN_IF_FAILED(make_masked(shapes, type, key, made));
-    }
     made.narrow = made.plan->in_fp8();
     if (p.fp8) {
         ++(made.narrow ? counters.fp8 : counters.not_fp8);
     }
     std::size_t own = 0;
-    made.reserve(std::max(made.plan->workspace_bytes(),
-                     made.masked_plan != nullptr ? made.masked_plan->workspace_bytes() : 0), own);
+    made.reserve(made.plan->workspace_bytes(), own);
     auto const counts_bytes = static_cast<std::size_t>(made.batch) * sizeof(int32_t);
-    bool const counts = p.has_key_lengths || p.has_key_mask || (made.rounded && !cache);  // by a kernel
+    bool const counts = p.has_key_lengths || (made.rounded && !cache);  // by the kernel for it
     if (counts || cache) {
         made.reserve(counts_bytes, made.key_counts_at);
     }
     if (counts || made.rounded) {
         made.reserve(counts_bytes, made.query_counts_at);
     }
-    if (p.has_key_mask) {
-        for (std::size_t* const at :
-            {&made.masked_at.key_counts, &made.masked_at.query_counts, &made.masked_at.first_keys}) {
-            made.reserve(counts_bytes, *at);
-        }
-        auto const scores = static_cast<std::size_t>(made.batch * shapes.queries(p) * shapes.keys(p));
-        made.reserve(scores * 2, made.masked_at.bias);
-    }
     for (std::size_t i = 0; i < staged.size(); ++i) {
         if (staged[i]) {
             std::size_t const bytes = made.narrow ? 1 : 2;
             made.reserve(static_cast<std::size_t>(elements_of(made.attended[i])) * bytes, made.staged_at[i]);
         }
+    }
+    if (p.has_key_mask) {
+        made.reserve(counts_bytes, made.first_keys_at);
     }
     if (made.rounded || (p.fp8 && !made.narrow)) {
         made.reserve(static_cast<std::size_t>(elements_of(made.output)) * 2, made.output_at);
@@ -669,12 +640,11 @@ Status AttentionWork::State::make_dense(AttentionShapes const& shapes, Type type
         status = constant_counts(*driver, made.batch, shapes.keys(p), made.key_counts);
     }
     bool const half = type == Type::kHalf;
-    if (status.ok() && p.fp8 && !made.narrow) {
-        char const* const name =
-            half ? "mha_deploy_norm_activation_act_fp16" : "mha_deploy_norm_activation_act_bf16";
-        status = load_kernel(name, made.to_fp8);
+    if (status.ok() && (p.fp8_copy || (p.fp8 && !made.narrow))) {
+        char const* const name = half ? "mha_deploy_narrow_rows_fp16" : "mha_deploy_narrow_rows_bf16";
+        status = load_kernel(name, made.narrow_rows);
     }
-    if (status.ok() && (cache || p.rotates() || p.fp8 || made.rounded)) {
+    if (status.ok() && (cache || p.rotates() || p.has_key_mask || p.fp8 || made.rounded)) {
         status = load_kernel(
             half ? "mha_deploy_rotary_append_fp16" : "mha_deploy_rotary_append_bf16", made.rotary_append);
     }
@@ -685,23 +655,6 @@ Status AttentionWork::State::make_dense(AttentionShapes const& shapes, Type type
         status = load_kernel("mha_deploy_empty_rows", made.empty_rows);
     }
     return status;
-}
-
-// The plan for the batch elements whose masks are no counts of keys.
-Status AttentionWork::State::make_masked(AttentionShapes const& shapes, Type type, PlanKey const& key,
-    Prepared& made) {
-    PlanKey masked = key;
-    masked.push_back(1);
-    made.masked_plan = find_shared(masked);
-    if (made.masked_plan == nullptr) {
-        Dims const bias{made.batch, 1, shapes.queries(parameters), shapes.keys(parameters)};
-        CudnnProblem const problem{made.attended[0], made.attended[1], made.attended[2], made.output, made.mask,
-            bias, parameters.scale, type};
-        std::shared_ptr<CudnnAttention> plan;
-        RETURN_IF_FAILED(CudnnAttention::build(problem, plan));
-        made.masked_plan = share(masked, std::move(plan));
-    }
-    return Status();
 }
 
 Status AttentionWork::State::take_scratch(Prepared& entry, bool capturing, void*& workspace,

@@ -16,7 +16,10 @@ struct HeadCopy {
     long long target_head_stride;
     long long target_row_stride;
     int heads;  // 0: nothing moves
+    int pieces;  // of a head
     int units;  // threads for one head of one token
+    int added;  // of them, those that write the pieces behind the head which a key mask needs
+    int is_key;
     int rotates;
     float fp8_scale;  // 0: numbers stay as they are
     int narrow;       // whether they are written in FP8, or rounded to its grid
@@ -33,11 +36,21 @@ struct Rotary {
     int interleaved;
 };
 
+// A key mask is part of the scores: queries and keys get elements that are multiplied with each other, kFar in
+// queries, -kFar in masked keys, whose other elements are zero, and zero in all others.
+struct KeyMask {
+    int const* kept;  // [B, keys]; null: there is none
+    int* first_keys;  // of those that are attended to; `keys` where there is none
+    int keys;
+};
+constexpr float kFar = 32768.0F;
+
 struct RotaryAppendCall {
     HeadCopy query;
     HeadCopy key;
     HeadCopy value;
     Rotary rotary;
+    KeyMask mask;
     int const* starts;
     int* key_counts;  // null: there is no cache
     int rows;         // new tokens
@@ -45,11 +58,9 @@ struct RotaryAppendCall {
     int cache_rows;   // T
 };
 
-// Key and query counts, as cuDNN gets them; the output of batch elements without keys becomes zero. With a
-// mask, batch elements that attend to other keys than the first ones have no queries there, but in `masked`.
+// Key and query counts, as cuDNN gets them; the output of batch elements without keys becomes zero.
 struct KeyCounts {
-    int const* lengths;  // null: `keys` for every batch element, or those of the mask
-    int const* mask;     // [B, keys]; may be null
+    int const* lengths;  // null: `keys` for every batch element
     int* key_counts;
     int* query_counts;
     uint4* output;  // [B, S, pieces]
@@ -57,20 +68,15 @@ struct KeyCounts {
     int keys;   // the most
     int batch;  // those behind it, of a plan for a larger one, have no keys
     int pieces;
-    struct Masked {
-        int* key_counts;
-        int* query_counts;
-        int* first_keys;        // of those that are attended to; 0 where all of the first ones are
-        unsigned short* bias;   // [B, S, keys]: 0, or minus infinity for masked keys
-        unsigned short hidden;  // minus infinity in the type of the bias
-    } masked;
 };
 
-// Queries without keys: their rows of the output become zero.
+// Queries without keys: their rows of the output become zero. With `fp8`, all rows are also written there.
 struct EmptyRows {
     uint4* output;          // [B, S, pieces]
     int const* key_counts;  // null: `keys` for every batch row
-    int const* first_keys;  // null: 0; else keys before it are masked
+    int const* first_keys;  // of a key mask; null: 0
+    uint2* fp8;             // may be null
+    float fp8_factor;       // one by the scale
     int queries;
     int keys;
     int pieces;

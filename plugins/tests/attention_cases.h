@@ -40,6 +40,7 @@ struct Case {
     std::vector<int32_t> starts{};   // of a cache with `keys` rows
     bool in_place = true;            // present and past are the same memory
     bool fp8 = false;
+    bool fp8_copy = false;
 };
 
 // Inputs and parameters of one call. The 16-bit tensors are kept as bits.
@@ -169,6 +170,7 @@ inline HostCall make_call(Case const& given, uint32_t seed) {
     p.has_key_mask = !given.kept.empty();
     p.has_cache = !given.starts.empty();
     p.fp8 = given.fp8;
+    p.fp8_copy = given.fp8_copy;
     p.query_scale = 0.01F;
     p.key_scale = 0.0125F;
     p.value_scale = 0.009F;

@@ -169,9 +169,27 @@ inline std::vector<Case> in_fp8() {
     };
 }
 
+inline void fp8_copy(Case& c) {
+    c.fp8_copy = true;
+}
+
+inline std::vector<Case> with_copies() {
+    Causal const top = Causal::kTopLeft;
+    Layout const packed = Layout::kPacked;
+    return {
+        with("fp8 copy", fp8_copy, laid(packed), rows(77, 77), masked(top)),
+        with("fp8 copy, bf16, lengths", fp8_copy, laid(packed), rows(100, 100), lengths({100, 0, 1, 37}), bf16),
+        with("fp8 copy, key mask", fp8_copy, laid(packed), rows(100, 100), masked(top), sizes(128), heads(4, 2),
+            key_mask({{0, 100}, {}, {0, 37}, {30, 100}, {2, 70, 7}})),
+        with("fp8 copy, bias", fp8_copy, biased(Bias::kHeads), rows(40, 72)),
+        with("fp8 copy, cache", fp8_copy, rows(7, 130), heads(8, 2), sizes(128), masked(Causal::kBottomRight),
+            cached({123, 0, 64})),
+    };
+}
+
 inline std::vector<Case> attention_list() {
     std::vector<Case> all = layouts_and_sizes();
-    for (std::vector<Case> const& more : {masks(), lengths_and_caches(), in_fp8()}) {
+    for (std::vector<Case> const& more : {masks(), lengths_and_caches(), in_fp8(), with_copies()}) {
         all.insert(all.end(), more.begin(), more.end());
     }
     return all;

@@ -59,6 +59,7 @@ std::vector<Call> calls() {
     masked.set("causal", {1});
     Sizes of_keys = grouped;
     of_keys.push_back({2, 7});
+    masked.set("fp8_copy", {1});
     FieldList packed = norm_fields(4, 2);
     packed.set("packed", {1});
     FieldList residual = norm_fields(0, 1);

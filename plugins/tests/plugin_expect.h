@@ -30,7 +30,7 @@ inline Creator& linear() {
 inline FieldList attention_fields() {
     FieldList fields;
     for (char const* const name : {"causal", "has_bias", "has_key_lengths", "has_key_mask", "has_gates",
-             "has_cache", "rotary", "rotary_size", "rotary_positions", "fp8"}) {
+             "has_cache", "rotary", "rotary_size", "rotary_positions", "fp8", "fp8_copy"}) {
         fields.set(name, {0});
     }
     fields.set("query_heads", {8});

@@ -17,7 +17,7 @@ TEST(Plugin, Names) {
         expect(std::string(creator->getPluginVersion()) == "1", "plugin version");
         expect(std::string(creator->getPluginNamespace()) == "mha_deploy", "plugin namespace");
     }
-    expect(attention().getFieldNames()->nbFields == 24, "24 fields of attention");
+    expect(attention().getFieldNames()->nbFields == 25, "25 fields of attention");
     expect(linear().getFieldNames()->nbFields == 3, "3 fields of linear");
     expect(creators()[2]->getFieldNames()->nbFields == 8, "8 fields of norm and activation");
     std::string const info = mha_deploy_plugins_info();
@@ -163,6 +163,8 @@ TEST(Plugin, Sizes) {
     expect_sizes(
         values, attention(), {{2, 5, 512}, {2, 7, 128}, {2, 7, 256}}, {{2, 5, 1024}}, "other value size");
     expect_sizes(packed, attention(), {{2, 5, 768}}, {{2, 5, 512}}, "packed");
+    expect_sizes(changed("fp8_copy", {1}), attention(), {{2, 5, 512}, {2, 7, 128}, {2, 7, 128}},
+        {{2, 5, 512}, {2, 5, 128}}, "attention with a copy in FP8");
     expect_sizes(changed("fp8", {1}), attention(), {{2, 5, 512}, {2, 7, 128}, {2, 7, 128}}, {{2, 5, 128}},
         "attention in FP8");
     expect_sizes(

@@ -46,7 +46,7 @@ class MhaDeployAttention(OpRun):
             q, k, v = (_on_grid(x, scale) * scale for x, scale in zip((q, k, v), scales, strict=True))
         if not node.past:
             lengths = np.full(len(q), T) if node.key_lengths is None else np.clip(node.key_lengths, 0, T)
-            return (_attend(node, q, k, v, lengths),)
+            return _outputs(node, _attend(node, q, k, v, lengths))
         states = []
         for past, new in zip(node.past, (k, v), strict=True):
             present = past.copy()
@@ -56,7 +56,7 @@ class MhaDeployAttention(OpRun):
                 present[b, :, start : start + S] = new[b].astype(past.dtype)
             states.append(present)
         keys, values = (state.astype(np.float64) for state in states)
-        return (_attend(node, q, keys, values, node.starts + S), *states)
+        return _outputs(node, _attend(node, q, keys, values, node.starts + S), *states)
 
 
 class MhaDeployLinear(OpRun):
@@ -244,6 +244,14 @@ def _attend(node: NodeInputs, q: np.ndarray, k: np.ndarray, v: np.ndarray, lengt
         narrow = _on_grid(y.reshape(B, S, -1), attributes["output_scale"])
         return narrow.astype(ml_dtypes.float8_e4m3fn).view(np.int32)
     return y.reshape(B, S, -1).astype(node.operands[0].dtype)
+
+
+def _outputs(node: NodeInputs, y: np.ndarray, *states: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The outputs of an attention, with its result in FP8 as the last one where that is asked for."""
+    if not node.attributes["fp8_copy"]:
+        return (y, *states)
+    narrow = _on_grid(y.astype(np.float64), node.attributes["output_scale"])
+    return (y, *states, narrow.astype(ml_dtypes.float8_e4m3fn).view(np.int32))
 
 
 def _on_grid(x: np.ndarray, scale: float) -> np.ndarray:

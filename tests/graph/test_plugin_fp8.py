@@ -112,8 +112,11 @@ def test_numbers_that_fp8_has_are_multiplied_exactly(per_tensor: bool) -> None:
 def test_the_kernel_before_a_gemm_writes_fp8() -> None:
     lowered = lower(quantized(block()), "plugin")
     made = [(each["operation"], each["fp8"]) for each in own(lowered, "MhaDeployNormActivation")]
-    # The result of attention alone is written by a copy; the second norm is read by a residual, too.
-    assert made == [(0, FP8_ONLY), (COPY, FP8_ONLY), (0, FP8_BESIDES), (3, FP8_ONLY)]
+    # The second norm is read by a residual, too.
+    assert made == [(0, FP8_ONLY), (0, FP8_BESIDES), (3, FP8_ONLY)]
+    (attention,) = own(lowered, "MhaDeployAttention")
+    assert (attention["fp8"], attention["fp8_copy"]) == (0, 1)
+    assert attention["output_scale"] == pytest.approx(0.01, rel=1e-3)
     assert not [each for each in lowered.graph.initializers.values() if each.dtype == FP8.type]
 
 

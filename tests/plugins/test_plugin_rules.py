@@ -73,6 +73,7 @@ def drawn(rng):
         "rotary_size": pick([size, size, 8, 16, 24, 0]),
         "rotary_positions": pick([0, 1, 2, 3]),
         "fp8": pick([0, 0, 0, 1]),
+        "fp8_copy": pick([0, 0, 0, 1]),
         **dict.fromkeys(("query_scale", "key_scale", "value_scale", "weights_scale"), 0.01),
         "output_scale": pick([0.01] * 8 + [0.0, -1.0]),
     }

@@ -941,7 +941,7 @@ def _write_words(before: ir.Node, taken: set[str], x: ir.Value, scale: float) ->
 
 
 def write_fp8_with_what_computes_it(model: ir.Model) -> None:
-    """Let norms, activations and attention in FP8 write it themselves, where a copy does only that."""
+    """Let norms, activations and attention write FP8 themselves, where a copy does only that."""
     kind = plugin.NORM_ACTIVATION
     written = [node for node in model.graph.all_nodes() if node.op_type == kind]
     for copy in [node for node in written if node.attributes.get_int("operation", 0) == plugin.COPY]:
@@ -951,17 +951,23 @@ def write_fp8_with_what_computes_it(model: ir.Model) -> None:
             continue
         own, scale = source.attributes, copy.attributes.get_float("fp8_scale", 1.0) or 1.0
         alone = len(list(y.uses())) == 1 and not y.is_graph_output()
+        besides, is_fp8 = not alone, bool(plugin.fp8_values(source))
         if plugin.operands_in_fp8(source) and alone:
             own.add(ir.AttrFloat32("output_scale", scale))
-        elif source.op_type == kind and not own.get_int("fp8", 0):
+        elif plugin.is_plugin_attention(source) and not (own.get_int("has_gates", 0) or is_fp8):
+            # The result itself stays an output: it is what is judged.
+            own.add(ir.AttrInt64("fp8_copy", 1))
+            own.add(ir.AttrFloat32("output_scale", scale))
+            besides = True
+        elif source.op_type == kind and not is_fp8:
             own.add(ir.AttrInt64("fp8", plugin.FP8_ONLY if alone else plugin.FP8_BESIDES))
             own.add(ir.AttrFloat32("fp8_scale", scale))
-            if not alone:
-                source.resize_outputs(len(source.outputs) + 1)
-                source.outputs[-1].name = f"{words.name}/besides"
         else:
             continue  # of another kind, or with another scale
-        made, shape = source.outputs[0 if alone else -1], words.shape
+        if besides:
+            source.resize_outputs(len(source.outputs) + 1)
+            source.outputs[-1].name = f"{words.name}/besides"
+        made, shape = source.outputs[-1 if besides else 0], words.shape
         words.replace_all_uses_with(made)
         made.type, made.shape = ir.TensorType(ir.DataType.INT32), shape
         graph_of_node(copy).remove(copy, safe=True)

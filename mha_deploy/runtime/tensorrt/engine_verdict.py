@@ -13,7 +13,7 @@ import onnx_ir as ir
 from msgspec import Struct
 from msgspec.structs import replace
 
-from mha_deploy.graph.plugin_node import fp8_values
+from mha_deploy.graph.plugin_node import fp8_values, multiplies_fp8
 from mha_deploy.graph.quantize import quantized_gemms
 from mha_deploy.graph.roles import MATMULS, QUANTIZERS, SOFTMAXES
 from mha_deploy.runtime.tensorrt.kernels import FLOATING, UNKNOWN, EngineTensor, Kernel, dtype_of
@@ -114,8 +114,7 @@ class WrittenTypes:
     is_attention: bool = False
     is_constant: bool = False  # all of its inputs are constants: a builder computes it
     is_custom: bool = False  # not an operator of ONNX
-    # Of a matmul, the type from which both its factors are dequantized; of Q/DQ nodes, and of nodes of the
-    # plugin that write FP8, their type.
+    # Of a matmul, the type from which both its factors are dequantized; of Q/DQ nodes their type.
     quantized: str | None = None
 
 
@@ -137,8 +136,8 @@ def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
     gemms = dict(quantized_gemms(model))
 
     def quantized(node: ir.Node) -> str | None:
-        if fp8_values(node):
-            return "fp8"  # as words of INT32
+        if multiplies_fp8(node):
+            return "fp8"
         at = {"QuantizeLinear": node.outputs, "DequantizeLinear": node.inputs}.get(node.op_type)
         dtype = at[0].dtype if at and at[0] is not None else None
         return gemms.get(str(node.name)) if dtype is None else dtype_of(dtype.name)
@@ -152,7 +151,7 @@ def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
         is_attention = node.op_type.endswith("Attention")
         found[node.name or f"node_of_{node.outputs[0].name}"] = WrittenTypes(
             reads=types(node, node.inputs),
-            writes=types(node, node.outputs),
+            writes=types(node, node.outputs) | ({"fp8"} if fp8_values(node) & {*node.outputs} else set()),
             is_matmul=node.op_type in _MATMULS or is_attention,
             is_softmax=node.op_type in _SOFTMAXES,
             is_attention=is_attention,

@@ -23,8 +23,7 @@ public:
     int32_t outputs() const noexcept override { return parameters_.outputs(); }
 
     Holds holds(int32_t position) const noexcept override {
-        bool const words = position < inputs() ? places_.is_integer(position)
-                                               : parameters_.fp8 && position == inputs();
+        bool const words = position < inputs() ? places_.is_integer(position) : is_fp8(position - inputs());
         return words ? Holds::kWords : Holds::kNumbers;
     }
     int32_t aliased_input(int32_t output) const noexcept override {
@@ -43,6 +42,9 @@ public:
 
 private:
     Status check_others(std::vector<Dims> const& inputs, AttentionShapes const& shapes) const;
+    bool is_fp8(int32_t output) const noexcept {
+        return (parameters_.fp8 && output == 0) || (parameters_.fp8_copy && output == outputs() - 1);
+    }
 
     AttentionParameters parameters_;
     InputPlaces places_;
@@ -53,7 +55,7 @@ private:
 
 Status AttentionLayer::output_dims(
     int32_t output, DimsExprs const* inputs, nvinfer1::IExprBuilder& builder, DimsExprs& dims) const {
-    if (output > 0) {
+    if (output > 0 && !is_fp8(output)) {
         dims = inputs[output == 1 ? places_.past_key : places_.past_value];
         return Status();
     }
@@ -66,7 +68,7 @@ Status AttentionLayer::output_dims(
     dims.d[0] = query.d[0];
     dims.d[1] = query.nbDims == 3 ? query.d[1] : query.d[2];
     int32_t const width = parameters_.query_heads * parameters_.value_size;
-    dims.d[2] = builder.constant(parameters_.fp8 ? width / 4 : width);
+    dims.d[2] = builder.constant(is_fp8(output) ? width / 4 : width);
     return Status();
 }
 
