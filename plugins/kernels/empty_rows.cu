@@ -56,10 +56,10 @@ extern "C" __global__ void mha_deploy_empty_rows(EmptyRows call) {
     clear<__half, false>(call);
 }
 
-extern "C" __global__ void mha_deploy_narrow_rows_fp16(EmptyRows call) {
+extern "C" __global__ void mha_deploy_empty_rows_narrow_fp16(EmptyRows call) {
     clear<__half, true>(call);
 }
 
-extern "C" __global__ void mha_deploy_narrow_rows_bf16(EmptyRows call) {
+extern "C" __global__ void mha_deploy_empty_rows_narrow_bf16(EmptyRows call) {
     clear<__nv_bfloat16, true>(call);
 }

@@ -80,10 +80,10 @@ __device__ void normalise(NormCall const& call) {
             total += values[i][j];
         }
     }
-    uint4 scales[Pieces];  // on their way while the sums are computed
-    for (int i = 0; i < Pieces; ++i) {
-        int const piece = static_cast<int>(threadIdx.x) + i * static_cast<int>(blockDim.x);
-        scales[i] = piece < call.pieces ? call.scale[piece] : make_uint4(0, 0, 0, 0);
+    // On their way while the sums are computed; for more pieces there are too few registers.
+    uint4 first_scale{};
+    if (Pieces == 1 && static_cast<int>(threadIdx.x) < call.pieces) {
+        first_scale = call.scale[threadIdx.x];
     }
     float const width = static_cast<float>(call.pieces) * 8.0F;
     float const mean = call.is_rms != 0 ? 0.0F : block_sum(total) / width;
@@ -104,7 +104,7 @@ __device__ void normalise(NormCall const& call) {
         }
         float scale[8];
         float bias[8] = {};
-        load<T>(&scales[i], scale);
+        load<T>(Pieces == 1 ? &first_scale : call.scale + piece, scale);
         if (call.bias != nullptr) {
             load<T>(call.bias + piece, bias);
         }

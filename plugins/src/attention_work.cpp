@@ -641,7 +641,7 @@ Status AttentionWork::State::make_dense(AttentionShapes const& shapes, Type type
     }
     bool const half = type == Type::kHalf;
     if (status.ok() && (p.fp8_copy || (p.fp8 && !made.narrow))) {
-        char const* const name = half ? "mha_deploy_narrow_rows_fp16" : "mha_deploy_narrow_rows_bf16";
+        char const* const name = half ? "mha_deploy_empty_rows_narrow_fp16" : "mha_deploy_empty_rows_narrow_bf16";
         status = load_kernel(name, made.narrow_rows);
     }
     if (status.ok() && (cache || p.rotates() || p.has_key_mask || p.fp8 || made.rounded)) {

@@ -10,6 +10,8 @@
 #include <mutex>
 #include <ostream>
 #include <set>
+#include <stdexcept>
+#include <string>
 #include <thread>
 
 using namespace host;
@@ -85,6 +87,15 @@ std::vector<Call> calls() {
         {"Activation", norm_activation, norm_fields(2), {{2, 5, 64}}, halves(1)},
         {"PackedActivation", norm_activation, packed, {{2, 5, 128}}, halves(1)},
     };
+}
+
+Call call_named(std::string const& name) {
+    for (Call const& call : calls()) {
+        if (name == call.name) {
+            return call;
+        }
+    }
+    throw std::out_of_range("no call of the name " + name);
 }
 
 // Device memory for everything that a call reads or writes, and what it is given of it.
@@ -205,7 +216,7 @@ TEST(Counting, SeesMemoryAndLocks) {
 // ---- the algorithms of GEMMs
 
 uint64_t algorithm_of(Node& node, int64_t rows) {
-    Call call = calls()[8];
+    Call call = call_named("Linear");
     call.sizes[0] = {1, rows, 1024};
     Memory memory(call, node.workspace_bytes, 0);
     EXPECT_TRUE(node.announce(call.sizes, call.types) && enqueue(node, call, memory)) << logger.last;
@@ -213,7 +224,7 @@ uint64_t algorithm_of(Node& node, int64_t rows) {
 }
 
 TEST(Algorithms, TheFastestIsMeasuredAndKeptInTheEngine) {
-    Call call = calls()[8];
+    Call call = call_named("Linear");
     call.sizes[0] = {1, 80, 1024};
     Node node(linear(), call.fields, call.sizes, call.types);
     EXPECT_EQ(algorithm_of(node, 80), kFakeFastest);
@@ -224,7 +235,7 @@ TEST(Algorithms, TheFastestIsMeasuredAndKeptInTheEngine) {
 #if NV_TENSORRT_MAJOR >= 10
 // TensorRT is given cuBLASLt's proposals for the usual sizes as tactics, and times them itself.
 TEST(Algorithms, AreTacticsThatTensorRTTimes) {
-    Call call = calls()[8];
+    Call call = call_named("Linear");
     call.sizes[0] = {1, 80, 1024};
     auto const inputs = typed(call.sizes, call.types);
     auto const count = static_cast<int32_t>(inputs.size());
