@@ -860,13 +860,18 @@ def deploy(
         >>> done.report.passed, done.engine
         (True, None)
     """
-    from mha_deploy.exporter.entry import refuse_export
+    from mha_deploy.exporter.entry import is_traced_beside, refuse_export
 
     found, exported = find_model(model), dict(options)
     builder = EngineOptions(**{name: exported.pop(name) for name in OF_DEPLOY if name in exported})
     settings = read_options(ExportOptions, exported, *OF_DEPLOY)
     settings = replace(settings, **found.weight_options(weights, settings.prefix))
     refuse_export(Path(out), settings)  # before anything heavy is imported
+    if not candidates and is_traced_beside(found.source, settings):
+        from mha_deploy.runtime.child import EXPORTER, TENSORRT, prepare_child
+
+        for family in (EXPORTER, *([TENSORRT] * engine)):
+            prepare_child(family)  # they import what they need while this process does
     from mha_deploy.deployment import deploy_model
 
     return deploy_model(

@@ -72,26 +72,36 @@ def export_model(
 _LONG_FLOPS, _SMALL_BYTES = 1 << 32, 1 << 26
 
 
-def _trace_beside(spec: AttentionSpec, options: ExportOptions) -> Future[bytes] | None:
-    """The graph of a layer, traced in a child while this process imports PyTorch and computes golden cases.
+def is_traced_beside(spec: object, options: ExportOptions) -> bool:
+    """Whether a child traces a layer while this process imports PyTorch and computes golden cases.
 
-    None where this process has PyTorch already, or where there is less to compute than a child costs.
+    Not where this process has PyTorch already, or where there is less to compute than a child costs.
     """
     from mha_deploy.bundle.sizes import golden_budget, plan_golden
     from mha_deploy.environment import can_import
-    from mha_deploy.runtime.child import PYTORCH, call_isolated, isolation
-    from mha_deploy.threads import cores, on_a_thread
+    from mha_deploy.runtime.child import isolation
+    from mha_deploy.threads import cores
 
     if "torch" in sys.modules or not can_import("torch") or not isolation.enabled or cores() < 2:
-        return None
-    if options.weights is not None or options.device != "cpu":
-        return None
+        return False
+    if not isinstance(spec, AttentionSpec) or options.weights is not None or options.device != "cpu":
+        return False
+    if options.precision in EIGHT_BITS:
+        return False
     plan = plan_golden(spec, options.golden, golden_budget(options))
     cost = [spec.call_cost(case.sizes, 2) for case in plan.cases]
-    if sum(each.flops for each in cost) < _LONG_FLOPS or 2 * cost[0].parameters > _SMALL_BYTES:
+    return sum(each.flops for each in cost) >= _LONG_FLOPS and 2 * cost[0].parameters <= _SMALL_BYTES
+
+
+def _trace_beside(spec: AttentionSpec, options: ExportOptions) -> Future[bytes] | None:
+    """The graph of a layer, where a child traces it."""
+    from mha_deploy.runtime.child import EXPORTER, call_isolated
+    from mha_deploy.threads import on_a_thread
+
+    if not is_traced_beside(spec, options):
         return None
     about = {"title": "PyTorch's exporter", "step": "tracing"}
-    return on_a_thread(partial(call_isolated, PYTORCH, traced_layer, spec, options, **about))
+    return on_a_thread(partial(call_isolated, EXPORTER, traced_layer, spec, options, **about))
 
 
 def traced_layer(spec: AttentionSpec, options: ExportOptions) -> bytes:

@@ -57,9 +57,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 ONNX_RUNTIME, ONNX_REFERENCE, TENSORRT, PYTORCH = "onnxruntime", "onnx", "tensorrt", "torch"
+EXPORTER = "exporter"  # of PyTorch
 
 # What a child of a family imports before its first call.
-_PRELOADED = {ONNX_RUNTIME: ("mha_deploy.runtime.ort", "onnxruntime")}
+_PRELOADED = {
+    ONNX_RUNTIME: ("mha_deploy.runtime.ort", "onnxruntime"),
+    EXPORTER: ("mha_deploy.exporter.exporter", "torch.export._trace"),
+}
 _SHARED_FROM = 1 << 16  # smaller messages are cheaper on the socket
 _GRACE_S = 30.0  # how much later than its parent a child enforces the time limit by itself
 _LOG_LINES, _LOG_BYTES = 8, 1 << 15

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ from mha_deploy.runtime.cuda import find_gpu, open_gpu
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import TimingPlan
 from mha_deploy.runtime.user_code import refuse_without_factory
+from mha_deploy.threads import on_a_thread
 from mha_deploy.validation import evaluate, runtimes
 from mha_deploy.validation.conformance import conformance_table, mask_columns
 from mha_deploy.validation.data import DataPass, UserData, is_imported, open_data, validate_data
@@ -109,6 +111,7 @@ class _Validator:
         self.rows: list[Mapping[str, LatencyRow]] = []
         self.notes: list[str] = []
         self.broken: list[Unavailable] = []
+        self._ranges: Future[RangeReport] | None = None
 
     def report(self, build: Build | None) -> Validation:
         """Everything, in the order in which it is needed; what cannot be done is refused first."""
@@ -321,6 +324,9 @@ class _Validator:
         """The graph in a runtime that can be trusted, then the engines that were built from it."""
         graph = self._evaluate_graph(self._with_drawn_cases(plan, ()))
         if build is not None and graph is not None and graph.is_right:  # that of a wrong graph only distracts
+            # While another process builds; where it times kernels, it is left alone.
+            if isolation.enabled and self.bundle.manifest.attention and find_gpu() is None:
+                self._ranges = on_a_thread(partial(fp16_range, self.bundle))
             try:
                 build(graph)
             except RuntimeCrash as crash:
@@ -409,7 +415,7 @@ class _Validator:
             return None
         self.on_step("FP16 range")
         try:
-            return fp16_range(self.bundle)
+            return fp16_range(self.bundle) if self._ranges is None else self._ranges.result()
         except DeployError as error:  # a crash, or attention in a branch: judged by the model's outputs alone
             self.notes.append(f"the FP16 range was not measured: {error.in_one_line}")
             return None
