@@ -135,6 +135,10 @@ class ParityReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __post_init__(self) -> None:
         derive(self, outcome=Outcome.of(verdict.outcome for verdict in self.verdicts))
 
+    def __repr__(self) -> str:
+        right = sum(each.outcome is Outcome.PASSED for each in self.verdicts)
+        return f"<ParityReport {self.outcome}: {right}/{len(self.verdicts)} outputs in {self.backend}>"
+
     @property
     def passed(self) -> bool:
         """Whether there was something to check and all of it is right."""

@@ -112,8 +112,16 @@ def test_options_that_a_function_does_not_have_are_refused(tmp_path):
 
 
 def test_what_is_returned_prints_as_a_line(tiny):
-    for each in (tiny, md.load_model("bert-base"), md.load_model(own_models.one_layer())):
+    results = (
+        md.compare(tiny.path, tiny.path),
+        md.check_parity(tiny, tiny.model_path),
+        md.analyze("bert-base"),
+        md.analyze(tiny),
+        *md.check(tiny),
+    )
+    for each in (tiny, md.load_model("bert-base"), md.load_model(own_models.one_layer()), *results):
         assert len(repr(each)) < 300
+        assert type(each).__name__ in repr(each)
     assert str(tiny.path) in repr(tiny)
 
 

@@ -38,6 +38,9 @@ class GraphAnalysis(Roofline):
     others: int  # nodes besides, taken to be fused
     unknown: tuple[str, ...]  # nodes whose sizes are not known
 
+    def __repr__(self) -> str:
+        return f"<GraphAnalysis {self.name} {self.shown}>"
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; times in seconds, sizes in bytes."""
         rest = {"other_nodes": self.others, "unknown_nodes": list(self.unknown)}

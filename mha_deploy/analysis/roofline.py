@@ -138,6 +138,12 @@ class Roofline:
         """The bound of all stages together."""
         return sum(stage.seconds for stage in self.bound)
 
+    @property
+    def shown(self) -> str:
+        """What was analyzed and the bound, in a few words."""
+        sizes = ",".join(f"{name}={size}" for name, size in self.sizes.items())
+        return f"{self.precision} on {self.gpu.name} at {sizes}: at least {1e6 * self.seconds:.3g} µs"
+
     def plain(self) -> dict[str, Any]:
         """Plain data for JSON; times in seconds, sizes in bytes."""
         gpu, stages = self.gpu, []
@@ -160,6 +166,9 @@ class Analysis(Roofline):
     """The roofline of a layer, stage by stage."""
 
     spec: AttentionSpec
+
+    def __repr__(self) -> str:
+        return f"<Analysis {self.spec.name} {self.shown}>"
 
     @property
     def tokens_per_second(self) -> float:

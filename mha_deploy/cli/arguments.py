@@ -100,6 +100,11 @@ class _Detail:
 _detail = _Detail()
 
 
+def is_quiet() -> bool:
+    """Whether the verdict alone is asked for, and no progress."""
+    return _detail.quiet
+
+
 def is_verbose() -> bool:
     """Whether tables of what passed are asked for."""
     return _detail.verbose
@@ -387,7 +392,7 @@ def show_steps(title: str, first: str = "") -> Iterator[OnStep]:
 
     The `first` one is that of the command line: what takes long before the API reports anything.
     """
-    if _detail.quiet:
+    if is_quiet():
         yield silent
         return
     from rich.console import Console

@@ -22,6 +22,7 @@ from mha_deploy.cli.arguments import (
     Result,
     about,
     argument,
+    is_quiet,
     is_verbose,
     options_from,
     parse_pairs,
@@ -686,7 +687,7 @@ def matrix(
 ) -> Result:
     """Build and judge every combination of models, precisions, runtimes, GPUs and options of a plan."""
     md.refuse_outputs(options["out"], "matrix", record=record, overwrite=overwrite)
-    with _show_cells() as on_cell:
+    with _show_cells(f"matrix {plan.name}") as on_cell:
         found = md.matrix(plan, on_cell=on_cell, **options)
     page = found.save(options["out"], overwrite=overwrite)
     if record is not None:
@@ -707,8 +708,11 @@ def _verdict(found: Any, markdown: bool) -> RenderableType | None:
 
 
 @contextmanager
-def _show_cells() -> Iterator[Callable[[MatrixCell, int, int], None]]:
+def _show_cells(title: str) -> Iterator[Callable[[MatrixCell, int, int], None] | None]:
     """Show the cells as they are done: a live table on a terminal, elsewhere a line for each."""
+    if is_quiet():
+        yield None
+        return
     from rich.console import Console
     from rich.live import Live
 
@@ -728,6 +732,8 @@ def _show_cells() -> Iterator[Callable[[MatrixCell, int, int], None]]:
         console.print(line, highlight=False, markup=False)
 
     with live or nullcontext():
+        if live is None:
+            console.print(f"{title}: export, build and judge", highlight=False, markup=False)
         yield show_cell
 
 

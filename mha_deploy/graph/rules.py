@@ -347,6 +347,11 @@ class Eligibility:
     supported_after_lowering: bool  # whether the node builds and is correct once lowered
     fused_after_lowering: bool  # whether the node can become one fused kernel once lowered
 
+    def __repr__(self) -> str:
+        names = ("supported", "fused", "supported_after_lowering", "fused_after_lowering")
+        answers = ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        return f"<Eligibility {self.node.name} in {self.target.backend}: {answers}>"
+
     @property
     def options(self) -> dict[str, bool]:
         """The options of the lowering that cure these findings."""

@@ -727,6 +727,9 @@ class Comparison(SavableResult):
         words += [plural(counts[IMPROVEMENT], "improvement")] if counts[IMPROVEMENT] else []
         return ", ".join([*words, f"{counts[SAME]} the same"])
 
+    def __repr__(self) -> str:
+        return f"<Comparison {self.outcome}: {self.headline}>"
+
     def _stored(self) -> dict[str, Any]:
         """See docs/compare.md."""
         data = {**report_header(), "outcome": self.outcome, "headline": self.headline}

@@ -510,6 +510,9 @@ class Matrix(SavableResult):
         done = sum(cell.is_new for cell in self.cells)
         return f"{plural(len(self.cells), 'cell')}: {', '.join(found)}; {done} done in this run"
 
+    def __repr__(self) -> str:
+        return f"<Matrix {self.outcome}: {self.headline}>"
+
     def _stored(self) -> dict[str, Any]:
         """See docs/matrix.md."""
         verdict = {"outcome": self.outcome, "headline": self.headline}

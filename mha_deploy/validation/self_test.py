@@ -82,6 +82,10 @@ class SelfTest(Struct, frozen=True, kw_only=True):
         caught = Outcome.of(Outcome.passing(each.caught) for each in self.mutations)
         derive(self, outcome=Outcome.of([self.right.outcome, caught]))
 
+    def __repr__(self) -> str:
+        caught = sum(each.caught for each in self.mutations)
+        return f"<SelfTest {self.outcome}: {caught}/{len(self.mutations)} mutations detected>"
+
     @property
     def passed(self) -> bool:
         """Whether the right model passes and every wrong one fails."""

@@ -206,6 +206,19 @@ def test_cells_are_built_by_local_processes(bundles, tmp_path, run_cli):
     assert cells[0]["version"]
 
 
+def test_a_matrix_says_at_once_that_it_began_and_with_q_nothing_but_the_verdict(bundles, tmp_path, run_cli):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        f"models = ['{bundles('tiny-gqa').path}']\n"
+        "runtimes = [{name = 'none', backend = 'tensorrt', path = '/'}]\ngpus = ['none']\n"
+    )
+    command = ("matrix", plan, "-o", tmp_path / "out", "--jobs", "1")
+    first, cell = run_cli(*command).err.splitlines()
+    assert first.startswith("matrix plan.toml: ")
+    assert cell.startswith("1/1 tiny-gqa")
+    assert run_cli(*command, "-q").err == ""
+
+
 FAKE = """
 import os
 __version__ = "0.0"
