@@ -256,7 +256,7 @@ class Finding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     numbers: Annotated[Mapping[str, float], means("counts and figures by name")] = {}
     detail: Annotated[str, means("what another part of the report, or another program, says of it")] = ""
     in_headline: Annotated[
-        bool, means("whether it is the headline, or a note that the headline holds: readers are told it once")
+        bool, means("whether it is the headline, or a note that the headline holds: readers see it once")
     ] = False
     text: Annotated[str, means("the same in a sentence, for people")] = ""
 

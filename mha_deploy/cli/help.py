@@ -274,7 +274,7 @@ def _heading(text: str) -> str:
 
 
 def _rows(rows: Iterable[tuple[str, str]], column: int = _NAME_COLUMN) -> Iterator[str]:
-    """Names with their texts beside them; a long name has a line for itself, and is never cut."""
+    """Names with their texts beside them; a long name has a line for itself, and is never truncated."""
     width, blank = _width(), " " * column
     for name, text in rows:
         lines = wrap(text, width - column, break_on_hyphens=False)

@@ -228,8 +228,8 @@ def by_default(dtype: torch.dtype) -> Iterator[None]:
 def two_at_once(works: Sequence[Callable[[], T]]) -> list[T]:
     """The results of several computations, two at a time, each on half of the threads.
 
-    All threads of PyTorch share every product, and wait for each other after it: on two cores that both do
-    something else as well, many times as long as the product takes.
+    All threads of PyTorch share every GEMM, and wait for each other after it: on two cores that both do
+    something else as well, many times as long as the GEMM takes.
     """
     threads = torch.get_num_threads()
     if threads < 2 or len(works) < 2:
