@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -12,6 +13,8 @@ import numpy as np
 from mha_deploy.bundle.cases import Arrays, Baseline
 from mha_deploy.model.precision import Precision
 from mha_deploy.rounding import accumulation_roundoff, accumulations, rounded, sample_count
+
+_LONG_S = 0.02  # of a run: several short ones at once would wait for Python's lock
 
 T = TypeVar("T")
 Operands = list[np.ndarray | None]
@@ -103,8 +106,9 @@ def sample_parts(
     parts: Sequence[Callable[[Arrays], Arrays]],
 ) -> tuple[Arrays, list[Baselines], Mode]:
     """The same of several parts of the results, each with its own number of samples: none runs twice."""
-    exact = make_mode(None)
+    exact, began = make_mode(None), time.perf_counter()
     oracle = compute(exact)
+    is_long = time.perf_counter() - began > _LONG_S
     wanted = [kept(oracle) for kept in parts]
     numbers = [sum(array.size for array in true.values()) for true in wanted]
 
@@ -125,11 +129,12 @@ def sample_parts(
         modes = [make_mode(rounding, seed) for seed in range(1, max(counts) + 1)]
         for mode in modes:
             mode.repeated = shared
-        found, stacked = modes[0].run_all([partial(errors, mode) for mode in modes]), dict[int, Baseline]()
+        run_all = modes[0].run_all if is_long else RoundingMode().run_all
+        found, stacked = run_all([partial(errors, mode) for mode in modes]), dict[int, Baseline]()
         for count in dict.fromkeys(counts):
             changes = decision_spread(exact.decisions, [mode.decisions for mode in modes[:count]])
             pair = [make_mode(rounding, count + 1, changes, sign) for sign in (1, -1)] if changes else []
-            taken = modes[0].run_all([partial(errors, mode) for mode in pair])
+            taken = run_all([partial(errors, mode) for mode in pair])
             # Where no decision was near enough to change, the two say nothing new.
             others = [each for each, mode in zip(taken, pair, strict=True) if mode.changed]
             for at in (at for at, each in enumerate(counts) if each == count):
