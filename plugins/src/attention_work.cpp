@@ -102,8 +102,8 @@ void set_key(PlanKey& key, AttentionParameters const& p, AttentionShapes const& 
     // Where the rotary tables are looked up is the same plan.
     key = {p.query_heads, p.key_heads, p.head_size, p.value_size, scale,
         static_cast<int64_t>(p.causal), p.left_window, p.right_window, p.has_bias, p.has_key_lengths,
-        p.has_key_mask, p.has_gates, p.has_cache, p.fp8, static_cast<int64_t>(type), static_cast<int64_t>(context.number),
-        shapes.cache_rows, p.rotates(), rounded};
+        p.has_key_mask, p.has_gates, p.has_cache, p.fp8, static_cast<int64_t>(type),
+        static_cast<int64_t>(context.number), shapes.cache_rows, p.rotates(), rounded};
     key.insert(key.end(), p.sources.begin(), p.sources.end());
     key.insert(key.end(), p.offsets.begin(), p.offsets.end());
     auto const add = [&key](Dims const& dims) {
@@ -641,7 +641,8 @@ Status AttentionWork::State::make_dense(AttentionShapes const& shapes, Type type
     }
     bool const half = type == Type::kHalf;
     if (status.ok() && (p.fp8_copy || (p.fp8 && !made.narrow))) {
-        char const* const name = half ? "mha_deploy_empty_rows_narrow_fp16" : "mha_deploy_empty_rows_narrow_bf16";
+        char const* const name =
+            half ? "mha_deploy_empty_rows_narrow_fp16" : "mha_deploy_empty_rows_narrow_bf16";
         status = load_kernel(name, made.narrow_rows);
     }
     if (status.ok() && (cache || p.rotates() || p.has_key_mask || p.fp8 || made.rounded)) {
