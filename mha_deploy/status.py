@@ -221,10 +221,43 @@ class Gap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
         return self.kind, self.name, self.profile, *sizes, self.attention
 
     @property
+    def spans(self) -> dict[str, tuple[int, int]]:
+        """The first and the last size that were not run, by axis; without an axis all sizes."""
+        axes = ((self.axis, self.least, self.most), (self.other_axis, self.other_least, self.other_most))
+        return {
+            axis or "": (least, most) for axis, least, most in axes if least is not None and most is not None
+        }
+
+    @property
     def extent(self) -> int:
         """How many sizes, or combinations of two, were not run."""
-        spans = ((self.least, self.most), (self.other_least, self.other_most))
-        return math.prod(most - least + 1 for least, most in spans if least is not None and most is not None)
+        return math.prod(most - least + 1 for least, most in self.spans.values())
+
+    def meets(self, other: Gap) -> bool:
+        """Whether both are about sizes, and some of them are in both."""
+        places = ((self.name, other.name), (self.profile, other.profile))
+        one, two = self.spans, other.spans
+        return (
+            {self.kind, other.kind} <= {Kind.SIZES_NOT_COVERED, Kind.PROFILE_NOT_COVERED}
+            and all(a == b or a in ("", None) or b in ("", None) for a, b in places)
+            and all(
+                max(one[axis][0], two[axis][0]) <= min(one[axis][1], two[axis][1])
+                for axis in one.keys() & two.keys()
+            )
+        )
+
+    def is_within(self, other: Gap) -> bool:
+        """Whether all sizes of this one are in the other, too."""
+        own = self.spans
+        is_there = other.name in ("", self.name) and other.profile in (None, self.profile)
+        return (
+            is_there
+            and self.meets(other)
+            and all(
+                axis in own and least <= own[axis][0] and own[axis][1] <= most
+                for axis, (least, most) in other.spans.items()
+            )
+        )
 
 
 class Place(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

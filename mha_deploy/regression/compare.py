@@ -324,7 +324,8 @@ def _measure(result: ModelResult, names: Mapping[str, str]) -> Measured:
     yield from _measure_load(result, names)
     yield from _measure_contents(result)
     for subject, value in _environment(result, names):
-        yield "environment", subject, Measurement("text", "", value, value or NOTHING)
+        if value:
+            yield "environment", subject, _as_measurement("text", "", value)
 
 
 def _measure_verdict(result: ModelResult) -> Measured:
@@ -943,6 +944,7 @@ def _gap_changes(old: ModelResult, new: ModelResult, names: Mapping[str, str]) -
         gaps.append({gap.identity: gap for gap in each})
     ran = {names.get(each.name, each.name) for each in new.engines or () if each.ran}
     known = {each.name for each in old.engines or ()}
+    added = [gap for gap in gaps[1].values() if not any(map(gap.is_within, gaps[0].values()))]
     for key in dict.fromkeys([*gaps[0], *gaps[1]]):
         before, after = gaps[0].get(key), gaps[1].get(key)
         shown = [NOTHING if gap is None else gap_text(gap) for gap in (before, after)]
@@ -950,14 +952,20 @@ def _gap_changes(old: ModelResult, new: ModelResult, names: Mapping[str, str]) -
         if before is None and after is not None and after.kind is Kind.NOT_RUN and after.name not in known:
             yield Change("coverage", subject, CHANGED, shown[0], shown[1], "it is new, and was not run")
         elif before is None:
-            yield Change("coverage", subject, REGRESSION, shown[0], shown[1], "not verified any more")
+            level, why = REGRESSION, "not verified any more"
+            if after not in added:
+                level, why = CHANGED, "part of what was not verified"
+            yield Change("coverage", subject, level, shown[0], shown[1], why)
+        elif after is None and before.kind is Kind.NOT_RUN and before.name not in ran:
+            yield Change("coverage", subject, CHANGED, shown[0], shown[1], "it was not run")
         elif after is None:
-            is_engine = before.kind is Kind.NOT_RUN
-            level = IMPROVEMENT if not is_engine or before.name in ran else CHANGED
-            why = "" if level is IMPROVEMENT else "it was not run"
+            left = [gap for gap in added if gap.meets(before)]
+            level, why = (CHANGED, f"part of it is in {gap_text(left[0])}") if left else (IMPROVEMENT, "")
             yield Change("coverage", subject, level, shown[0], shown[1], why)
         else:
             level = _direction(*(-gap.extent for gap in (before, after)))
+            if level is not REGRESSION and after in added and after.spans != before.spans:
+                level = CHANGED
             yield Change("coverage", subject, level, *shown)
 
 
@@ -1071,4 +1079,12 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
         if (section, subject) not in before and not subject.startswith(skipped):
             level, why = _judge_alone(section, item)
             found.append(Change(section, subject, level, NOTHING, item.shown, why))
+    if old.name != new.name:  # neither has the axes, cases and gaps of the other
+        why, unrated = "another model", _depends_on(other)
+        found = [
+            replace(each, level=NOT_COMPARABLE, why=why)
+            if each.section in unrated and each.level is not SAME
+            else each
+            for each in found
+        ]
     return found

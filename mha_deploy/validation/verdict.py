@@ -425,13 +425,12 @@ def _headline(
     ran = [each for each in judged if each.runtime.engine is not None]
     parts = ["; ".join(_outputs(each) for each in ran or judged)]
     not_run = [each for each in report.engines if all(each is not other.runtime.engine for other in ran)]
-    if (report.engines or report.gone) and not any(map(_is_deployed, judged)):
+    if not any(map(_is_deployed, judged)) and not report.serving and not report.subjects:
         parts[0] = f"the graph is right ({parts[0]})"
         names = ", ".join(engine.path.stem for engine in not_run)
         parts += [f"engine {names} built and inspected, NOT RUN"] if names else []
         parts += [f"engine {', '.join(report.gone)} NOT HERE"] if report.gone else []
-    elif not report.engines and not report.serving and not report.subjects:
-        parts.append("no engine")
+        parts += [] if names or report.gone else ["no engine was run"]
     if not report.engines and not report.subjects:  # an engine counts the attentions itself
         parts += [finding.text for finding in report.findings if finding.section is Section.FUSION]
     if (loss := report.bundle.manifest.loss) is not None:

@@ -560,3 +560,60 @@ def test_a_validation_that_ran_nothing_ranks_between_passed_and_failed(old, new,
     for side, outcome in zip(sides, (old, new), strict=True):
         side["verdict"] |= {"outcome": outcome}
     assert md.compare(*sides).passed is passed
+
+
+CORNER = {**GAP, "least": 1, "most": 2, "end": "min", "other_axis": "S", "other_least": 17, "other_most": 64}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "is_better"),
+    [
+        (CORNER, {"kind": "sizes not covered", "axis": "S", "least": 2, "most": 64}, False),
+        (CORNER, {"kind": "profile not covered", "name": "tensorrt", "profile": 0}, False),
+        (GAP, {**GAP, "least": 1, "most": 8}, False),
+        (CORNER, {**CORNER, "most": 20, "other_least": 63}, False),
+        ({"kind": "profile not covered", "name": "tensorrt", "profile": 1}, GAP, False),
+        (GAP, {**GAP, "least": 20}, True),
+        (CORNER, {**CORNER, "other_least": 20}, True),
+        (CORNER, {"kind": "sizes not covered", "axis": "S", "least": 100, "most": 101}, True),
+        (CORNER, None, True),
+    ],
+)
+def test_sizes_are_covered_again_only_where_no_other_gap_holds_them(old, new, is_better):
+    sides = []
+    for gap in (old, new):
+        data = passing()
+        data["verdict"]["not_verified"] = [gap] if gap else []
+        sides.append(data)
+    levels = {change.level for change in md.compare(*sides).changes}
+    assert ("improvement" in levels) is is_better
+
+
+def test_a_part_of_what_was_not_verified_is_no_regression():
+    old, new = passing(), passing()
+    old["verdict"]["not_verified"] = [{"kind": "sizes not covered", "axis": "S", "least": 2, "most": 64}]
+    new["verdict"]["not_verified"] = [CORNER]
+    found = md.compare(old, new)
+    assert {change.level for change in found.changes} == {"improvement", "changed", "same"}
+
+
+def test_what_neither_side_has_is_no_change():
+    old, new = passing(), passing()
+    old["engines"][0]["plugins"] = []
+    new["engines"].append({**copy.deepcopy(engine(new)), "name": "another", "plugins": []})
+    for found in (md.compare(old, new), md.compare(new, old)):
+        assert len(found.changes) > 1
+        assert not [change for change in found.changes if change.old == change.new and change.level != "same"]
+
+
+def test_two_models_have_no_regressions_of_their_axes_cases_and_gaps():
+    new = planted("slower", "case missing", "less verified", "engine missing")
+    axes = new["model"]["spec"]["axes"]
+    new["model"]["spec"]["axes"] = {f"other {name}": axis for name, axis in axes.items()}
+    assert md.compare(passing(), new).regressions
+    new["model"]["name"] = "other"
+    found = md.compare(passing(), new)
+    assert not found.regressions
+    assert not [change for change in found.changes if change.level == "improvement"]
+    assert found.outcome == "not verified"
+    assert md.compare(passing(), {**new, "verdict": {**new["verdict"], "outcome": "failed"}}).regressions

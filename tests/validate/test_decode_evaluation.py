@@ -264,7 +264,8 @@ def test_a_bundle_without_a_trace_is_reported(static, tmp_path):
     ((level, text),) = decode_findings(report)
     assert level == "warning"
     assert text.endswith("decoded no tokens: the bundle has no trace")
-    assert "within budget, not decoded, no engine, not covered: decode steps in " in report.headline
+    assert "within budget, not decoded" in report.headline
+    assert "not covered: decode steps in " in report.headline
 
 
 def test_profiles_that_take_no_trace_are_reported(static, monkeypatch):
@@ -283,7 +284,7 @@ def test_profiles_that_take_no_trace_are_reported(static, monkeypatch):
 def test_what_decoded_and_what_has_no_cache_is_not_warned_of(bundles, static, tmp_path):
     report = validate_bundle(open_bundle(copy_of(static, tmp_path / "bundle")), OPTIONS)
     assert decode_findings(report) == []
-    assert "right at all 40 decode steps, no engine" in report.headline
+    assert "right at all 40 decode steps" in report.headline
     plain = validate_bundle(open_bundle(copy_of(bundles("tiny-gqa"), tmp_path / "plain")), OPTIONS)
     assert decode_findings(plain) == []
     assert "decode" not in plain.headline
