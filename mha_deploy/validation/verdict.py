@@ -39,7 +39,7 @@ from mha_deploy.validation.records import (
     model_record,
     report_header,
 )
-from mha_deploy.validation.runtimes import SERVER, TENSORRT, Unavailable
+from mha_deploy.validation.runtimes import PYTORCH, SERVER, TENSORRT, Unavailable
 from mha_deploy.validation.subjects import SubjectRecord
 
 
@@ -426,7 +426,8 @@ def _headline(
     parts = ["; ".join(_outputs(each) for each in ran or judged)]
     not_run = [each for each in report.engines if all(each is not other.runtime.engine for other in ran)]
     if not any(map(_is_deployed, judged)) and not report.serving and not report.subjects:
-        parts[0] = f"the graph is right ({parts[0]})"
+        if any(each.runtime.family != PYTORCH for each in judged):
+            parts[0] = f"the graph is right ({parts[0]})"
         names = ", ".join(engine.path.stem for engine in not_run)
         parts += [f"engine {names} built and inspected, NOT RUN"] if names else []
         parts += [f"engine {', '.join(report.gone)} NOT HERE"] if report.gone else []
