@@ -1117,11 +1117,11 @@ def compare_heads(
     return compare_layer_heads(found.source, at, file, seed=seed, **found.weight_options(weights, prefix))
 
 
-def inspect(path: StrPath, *, verify: bool = False) -> Inspection:
+def inspect(path: Bundle | Engine | StrPath, *, verify: bool = False) -> Inspection:
     """Open a bundle, an engine or an ONNX file, and check its hashes.
 
     Args:
-        path: A bundle, an .engine file or an .onnx file.
+        path: A `Bundle` or its folder, an `Engine` or its .engine file, or an .onnx file.
         verify: Compare the manifest of a bundle with its graph as well, as all other functions and commands
             do. It takes a second, since it loads ONNX.
 
@@ -1134,7 +1134,7 @@ def inspect(path: StrPath, *, verify: bool = False) -> Inspection:
     """
     from mha_deploy.engine.inspection import inspect_path
 
-    return inspect_path(Path(path), verify=verify)
+    return inspect_path(Path(getattr(path, "path", path)), verify=verify)
 
 
 # -- This machine ----------------------------------------------------------------------------------

@@ -277,6 +277,10 @@ def test_eligibility_is_checked(tiny, kind):
     assert len(md.check(given, "tensorrt-rtx", sm="89,120")) == 2
 
 
+def test_a_bundle_is_inspected_as_its_folder_is(tiny):
+    assert md.inspect(tiny, verify=True) == md.inspect(str(tiny.path), verify=True)
+
+
 # -- engines and runners -------------------------------------------------------------------------
 
 
@@ -302,6 +306,7 @@ def test_an_engine_is_built_and_opened(tiny, tmp_path):
         on_step=lambda *step: steps.append(step),
     )
     assert md.open_engine(engine.path).manifest.engine_sha256 == engine.manifest.engine_sha256
+    assert [each.path for each in md.inspect(engine).engines] == [engine.path]
     assert steps
     assert engine.manifest.ranges[0]["B"] == Axis(min=1, opt=2, max=2)
     with pytest.raises(md.DeployError, match="cannot be chosen"):

@@ -27,7 +27,7 @@ from mha_deploy.environment import RUNTIMES, gpus, installed_version
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError, SpecError
 from mha_deploy.files import PathPart, check_plain, open_regular, read_json, read_regular
 from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.rules import is_rtx_gpu
+from mha_deploy.graph.rules import LEAST_FP8, is_rtx_gpu
 from mha_deploy.model.spec import Axis, ModelSpec
 from mha_deploy.output import (
     PLAN_MAGIC,
@@ -201,7 +201,7 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     backend: Annotated[str, Meta(pattern=f"^({'|'.join(MODULES)})$")]
     version: str  # of the TensorRT that built it; another one cannot load it
     gpu: dict[str, str] | None  # that it was built on; None where it was compiled for named targets
-    targets: list[str]  # compute capabilities it was compiled for, as SM89; none for all from 8.0 on (RTX)
+    targets: list[str]  # compute capabilities it was compiled for, as SM89; none for all that can (RTX)
     model: str
     precision: str  # the requested one
     dialect: str  # how attention was written for the parser
@@ -733,7 +733,13 @@ def where_built(manifest: EngineManifest) -> str:
     """The GPU or the compute capabilities that an engine was built for."""
     if manifest.gpu is not None:
         return f"on {manifest.gpu['name']}"
-    return f"for {', '.join(manifest.targets) or 'RTX GPUs from compute capability 8.0 on'}"
+    major, minor = _least_rtx(manifest)
+    return f"for {', '.join(manifest.targets) or f'RTX GPUs from compute capability {major}.{minor} on'}"
+
+
+def _least_rtx(manifest: EngineManifest) -> tuple[int, int]:
+    """The least compute capability of an engine of TensorRT-RTX that names no targets."""
+    return LEAST_FP8 if "fp8" in manifest.verdict.precision.counts else (8, 0)
 
 
 def _gpu_fits(manifest: EngineManifest, gpu: Mapping[str, str]) -> bool:
@@ -741,7 +747,9 @@ def _gpu_fits(manifest: EngineManifest, gpu: Mapping[str, str]) -> bool:
     level = manifest.options.get("hardware_compatible")
     if manifest.gpu is None:
         named = f"SM{major}{minor}" in manifest.targets
-        return is_rtx_gpu((major, minor)) and (named if manifest.targets else (major, minor) >= (8, 0))
+        return is_rtx_gpu((major, minor)) and (
+            named if manifest.targets else (major, minor) >= _least_rtx(manifest)
+        )
     if level == "ampere-plus":
         return (major, minor) >= (8, 0)
     key = "compute_cap" if level == "same-compute-capability" else "name"

@@ -37,6 +37,9 @@ _CAPABILITIES = (
     *("5.0", "5.2", "5.3", "6.0", "6.1", "6.2", "7.0", "7.2", "7.5", "8.0", "8.6", "8.7", "8.9", "9.0"),
     *("10.0", "10.1", "10.3", "11.0", "12.0", "12.1"),
 )
+LEAST_FP8 = (8, 9)
+"""The least compute capability with arithmetic in FP8."""
+
 # The newest minor version of each major one, when these rules were measured.
 _RELEASES = {TENSORRT: {8: 6, 9: 3, 10: 16, 11: 4}, TENSORRT_RTX: {1: 7}}
 
@@ -186,15 +189,16 @@ def _outputs_entries(node: ir.Node) -> bool:
     return any(read_cache(use.node) for use in node.outputs[0].uses() if is_attention(use.node))
 
 
-_OPERATORS: dict[str, Callable[[ir.Node], bool]] = {
-    "no-decode-operator-primitives": lambda node: True,
-    "no-decode-operator": lambda node: True,
-    "no-operator": lambda node: True,
-    "fp8-gemm": lambda node: read_fp8_gemm(node) is not None,
-    "integer-cumsum": _sums_integers,
-    "cache-update": lambda node: obstacle_to_update_in_place(node) is not None,
-    "cache-in-place": lambda node: obstacle_to_update_in_place(node) is None,
-    "cache-entries": _outputs_entries,
+_OPERATORS: dict[str, Callable[[ir.Node, Target], bool]] = {
+    "no-decode-operator-primitives": lambda node, target: True,
+    "no-decode-operator": lambda node, target: True,
+    "no-operator": lambda node, target: True,
+    "fp8-gemm": lambda node, target: read_fp8_gemm(node) is not None,
+    "fp8-gemm-gpu": lambda node, target: target.is_below(*LEAST_FP8) and read_fp8_gemm(node) is not None,
+    "integer-cumsum": lambda node, target: _sums_integers(node),
+    "cache-update": lambda node, target: obstacle_to_update_in_place(node) is not None,
+    "cache-in-place": lambda node, target: obstacle_to_update_in_place(node) is None,
+    "cache-entries": lambda node, target: _outputs_entries(node),
 }
 """Whether a rule about operators applies to a node that is one of them."""
 
@@ -213,7 +217,7 @@ def check_operators(model: ir.Model, target: Target) -> list[RuleFinding]:
     found: list[RuleFinding] = []
     for node in model.graph.all_nodes():
         about = [name for name in covering if is_op(node, *RULES[name].operators)]
-        applying = [name for name in about if covering[name](node)]
+        applying = [name for name in about if covering[name](node, target)]
         found += _worst_first(node_name(node), applying, _describe_operator(node) if applying else {})
     return found
 
@@ -322,7 +326,7 @@ _ATTENTIONS: dict[str, Callable[[AttentionNode, Target], bool]] = {
     "grouped-heads": lambda node, target: node.kind in ("GQA", "MQA"),
     "compute-capability": lambda node, target: target.is_below(7, 5),
     "fp8-version": lambda node, target: node.quantized == "fp8",
-    "fp8-gpu": lambda node, target: node.quantized == "fp8" and target.is_below(8, 9),
+    "fp8-gpu": lambda node, target: node.quantized == "fp8" and target.is_below(*LEAST_FP8),
     "fp8-operator": lambda node, target: _in_fp8(node),
     "fp8-few-queries": lambda node, target: _in_fp8(node) and _few_queries(node, target),
     "fp8-head-size": lambda node, target: _in_fp8(node) and isinstance(node.D, int) and node.D > 256,

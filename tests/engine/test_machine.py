@@ -7,12 +7,15 @@ import pytest
 from mha_deploy.engine import engine as machine
 from mha_deploy.engine.engine import Engine, EngineManifest
 from mha_deploy.errors import BackendUnavailable
+from mha_deploy.runtime.tensorrt.engine_verdict import EngineVerdict, PrecisionStatus, PrecisionVerdict
 
 H200 = {"name": "NVIDIA H200", "compute_cap": "9.0"}
 ADA = {"name": "NVIDIA GeForce RTX 4090", "compute_cap": "8.9"}
 
 
-def engine(**changes):
+def engine(types=("fp16",), **changes):
+    counts = dict.fromkeys(types, 1)
+    precision = PrecisionVerdict(requested="fp16", status=PrecisionStatus.VERIFIED, counts=counts)
     manifest = EngineManifest(
         backend="tensorrt",
         version="8.6.0",
@@ -27,7 +30,7 @@ def engine(**changes):
         engine_bytes=0,
         seconds=0.0,
         strongly_typed=False,
-        verdict={},
+        verdict=EngineVerdict(nodes=(), precision=precision),
         kernels=[],
         options={},
         findings=[],
@@ -69,6 +72,16 @@ def test_an_engine_for_every_rtx_gpu_does_not_fit_the_others():
     assert machine.misfits(portable, "8.6.0", ADA) == []
     assert machine.misfits(portable, "8.6.0", H200) != []
     assert machine.misfits(portable, "8.6.0", {"name": "Tesla T4", "compute_cap": "7.5"}) != []
+
+
+def test_an_engine_with_fp8_needs_a_gpu_that_has_it():
+    ampere = {"name": "NVIDIA RTX A6000", "compute_cap": "8.6"}
+    assert machine.misfits(engine(gpu=None), "8.6.0", ampere) == []
+    in_fp8 = engine(("fp16", "fp8"), gpu=None)
+    assert machine.misfits(in_fp8, "8.6.0", ADA) == []
+    (reason,) = machine.misfits(in_fp8, "8.6.0", ampere)
+    assert "8.9" in reason
+    assert "8.0" not in reason
 
 
 def test_a_machine_without_gpu_or_runtime_says_so():

@@ -170,6 +170,17 @@ def test_a_check_and_the_refusal_of_the_native_lowering_name_the_plugin(tmp_path
     assert "--attention plugin" in caught.value.hint
 
 
+@pytest.mark.parametrize("target", ["tensorrt", "tensorrt-rtx"])
+def test_a_check_refuses_gemms_in_fp8_on_a_gpu_without_it(tmp_path, target) -> None:
+    for name, model in (("fp8", quantized(block())), ("fp16", block())):
+        ir.save(model, tmp_path / f"{name}.onnx")
+    for sm, taken in {"8.0": False, "8.6": False, "8.9": True, "12.0": True}.items():
+        (found,) = md.check(tmp_path / "fp8.onnx", target, sm=sm)
+        assert found.supported_after_lowering == taken, found.findings
+        (plain,) = md.check(tmp_path / "fp16.onnx", target, sm=sm)
+        assert plain.supported_after_lowering
+
+
 # -- Attention, too ---------------------------------------------------------------------------------
 
 SCALES = {"xq": 0.008, "xk": 0.009, "xv": 0.01, "h": 0.006}
