@@ -1134,7 +1134,8 @@ def inspect(path: Bundle | Engine | StrPath, *, verify: bool = False) -> Inspect
     """
     from mha_deploy.engine.inspection import inspect_path
 
-    return inspect_path(Path(getattr(path, "path", path)), verify=verify)
+    found = path if isinstance(path, str | os.PathLike) else path.path
+    return inspect_path(Path(found), verify=verify)
 
 
 # -- This machine ----------------------------------------------------------------------------------

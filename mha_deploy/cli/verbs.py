@@ -185,6 +185,8 @@ def deploy(
 
     def lines() -> Iterator[RenderableType]:
         yield verdict
+        if done.engine and not (done.engine.manifest.all_fused or options["allow_decomposed"]):
+            yield "try: --allow-decomposed takes attention that is not fused: slower"
         if (tried := done.candidates_table()) is not None and done.chosen is not None:
             yield from (tables.render(tried), f"chosen: {done.chosen.name}: {done.why}")
         yield tables.bundle_renderable(done.bundle)

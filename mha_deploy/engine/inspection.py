@@ -117,11 +117,18 @@ def check_target(source: Bundle | Path, target: str, version: str | None, sm: st
         profiles = default_profiles(source.manifest.spec)
         targets = [replace(each, profiles=profiles) for each in targets]
     refuse_foreign_operators(graph)
-    if not isinstance(source, Bundle) and (left := _unfused(graph)):
-        count, names = plural(len(left), "attention"), ", ".join(left[:3]) + (", …" if left[3:] else "")
+    if isinstance(source, Bundle):
+        # The export says why it could not fuse them; where it fused others, those are checked.
+        records = [] if source.manifest.attention else source.manifest.unfused
+        left = [f"{each.name}: {each.reason.rstrip('.')}" for each in records]
+        what = "of this bundle {} not fused."
+        hint = "attention in its usual form, or deploy the model with --allow-decomposed: slower"
+    else:
+        left, what = _unfused(graph), "of this file {} not fused yet."
         hint = f"mha-deploy fuse {source} -o fused.onnx, then check that; or export it"
-        verb = "is" if len(left) == 1 else "are"
-        raise NotFusedError(f"{count} of this file {verb} not fused yet.", got=names, hint=hint)
+    if left:
+        count, names = plural(len(left), "attention"), ", ".join(left[:3]) + (", …" if left[3:] else "")
+        raise NotFusedError(f"{count} {what.format('is' if len(left) == 1 else 'are')}", got=names, hint=hint)
     return [found for each in targets for found in check_eligibility(graph, each)]
 
 

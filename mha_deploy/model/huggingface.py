@@ -35,13 +35,17 @@ def checkpoint_files(path: Path) -> dict[str, Path]:
             path = path / INDEX
         elif len(found) == 1 or (pickled and not found):
             path = (found or pickled)[0]
-        else:
-            got = f"{path}: {', '.join(each.name for each in found) or 'none'}"
+        elif found:
             raise DeployError(
-                "The folder has no safetensors file, or several without an index.",
-                got=got,
-                hint="the path of one, or of the index; model.save_pretrained(FOLDER) writes them",
+                "The folder has several safetensors files without an index.",
+                got=f"{path}: {', '.join(each.name for each in found)}",
+                hint="the path of one, or the index; model.save_pretrained(FOLDER) writes it",
             )
+        else:
+            hint = "weights are required: model.safetensors, as model.save_pretrained(FOLDER) writes it"
+            if (path / CONFIG).is_file():
+                hint += "; mha_deploy.from_transformers(model) takes a model of this config with random ones"
+            raise DeployError("The folder has no safetensors file.", got=path, hint=hint)
     if path.suffix in _PICKLED:
         what = "A pickle can run code when it is read, so it is refused."
         raise DeployError(what, got=path.name, hint="safetensors: model.save_pretrained(FOLDER)")

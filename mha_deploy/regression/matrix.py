@@ -115,6 +115,9 @@ def read_plan(source: Any) -> Plan:
         check_plain(data)
         plan = msgspec.convert(data, Plan)
     except (OSError, UnicodeDecodeError, msgspec.DecodeError, ValueError, RecursionError) as error:
+        if unknown := re.match(r"Object contains unknown field `(.*?)`(?: - at `\$\.(\w+))?", str(error)):
+            entry = {"models": ModelEntry, "runtimes": RuntimeEntry}.get(unknown[2], Plan)
+            hint = f"{nearest(unknown[1], entry.__struct_fields__)}; {hint}"
         raise DeployError("The plan cannot be read.", got=f"{source}: {error}", hint=hint) from error
     for what in ("models", "runtimes", "precisions", "gpus", "options"):
         if not getattr(plan, what):
@@ -231,7 +234,7 @@ def probe(request: Mapping[str, Any]) -> dict[str, str]:
         gpu = first_gpu()
         return {"version": load(request["backend"]).version, "gpu": gpu["name"] if gpu else ""}
     except DeployError as error:
-        return {"problem": error.in_one_line}
+        return {"problem": _why(error)}
 
 
 def run_cell(request: Mapping[str, Any], files: Mapping[str, bytes] | None = None) -> dict[str, Any]:
@@ -266,10 +269,16 @@ def run_cell(request: Mapping[str, Any], files: Mapping[str, bytes] | None = Non
             BackendUnavailable: CellStatus.UNAVAILABLE,
             DeployError: CellStatus.REFUSED,
         }
-        status, why = next(kinds[kind] for kind in kinds if isinstance(error, kind)), error.in_one_line
+        status, why = next(kinds[kind] for kind in kinds if isinstance(error, kind)), _why(error)
     seconds = round(time.monotonic() - started, 3)
     plan = "" if trial.engine is None else trial.engine.manifest.engine_sha256
     return {"status": status, "why": why, "seconds": seconds, "engine_sha256": plan, "report": report}
+
+
+def _why(error: DeployError) -> str:
+    """An error in the line of a cell."""
+    got = "" if error.got is None else f"got: {' '.join(error.got.split())}; "
+    return f"{error.what} {got}try: {error.hint}"
 
 
 def _build_cell(bundle: Bundle, trial: Trial) -> Engine:
@@ -348,7 +357,7 @@ class LocalWorkers:
         try:
             place = self._install_packages(runtime) if runtime.pip else runtime.path
         except DeployError as error:
-            return {"status": "unavailable", "why": error.in_one_line}
+            return {"status": "unavailable", "why": _why(error)}
         path, pipe = [os.path.abspath(place)] if place else [], subprocess.PIPE
         command = python_command(module=__name__, executable=runtime.python, path=path)
         more = {"CUDA_VISIBLE_DEVICES": ""} if gpu == NO_GPU else {}
@@ -641,7 +650,7 @@ def run_matrix(
                 continue
             name, bundle = made
         except DeployError as error:
-            problem = f"{error.in_one_line}; try: {error.hint}"
+            problem = _why(error)
         for runtime, gpu, options in product(plan.runtimes, plan.gpus, plan.options):
             found = probes[runtime.name, gpu]
             cell = MatrixCell(

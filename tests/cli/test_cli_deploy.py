@@ -131,6 +131,13 @@ def test_an_error_knows_what_was_meant(refused, tmp_path, monkeypatch, name, hin
         refused("deploy", "--hf", name, what="", hint=hint)
 
 
+def test_a_config_alone_is_told_that_weights_are_required(refused, tmp_path):
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused("deploy", "--hf", tmp_path, what="safetensors", got=tmp_path.name, hint="model.safetensors")
+    refused("deploy", "--hf", tmp_path, what="safetensors", got="", hint="from_transformers")
+
+
 def test_deploy_refuses_a_builder_before_it_exports(refused, tmp_path):
     command = ("deploy", "tiny-mha", "-o", tmp_path / "b", "--backend", "tensorrt-trx")
     refused(*command, what="No such TensorRT backend", hint="'tensorrt-rtx'")

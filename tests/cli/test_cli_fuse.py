@@ -323,3 +323,18 @@ def test_attention_of_a_file_that_is_not_fused_is_counted_by_check_and_inspect(r
     found = json.loads(run_cli("inspect", path, "--json").out)
     assert found["inputs"][0] == {"name": "q", "type": "float32", "shape": "[B, 2, S, 16]"}
     assert found["opset"] == 18
+
+
+def test_a_bundle_whose_attention_could_not_be_fused_is_told_why(run_cli, tmp_path):
+    pytest.importorskip("tensorrt_rtx")
+    path, bundle = attention(tmp_path / "odd.onnx", axis=-2), tmp_path / "bundle"
+    command = ("deploy", path, "-o", bundle, "--backend", "tensorrt-rtx")
+    done = run_cli(*command)
+    assert done.code == 1
+    assert "--allow-decomposed" in done.out
+    checked = run_cli("check", bundle)
+    assert checked.code == 1
+    assert "1 attention" in checked.err
+    assert "axis -2" in checked.err
+    done = run_cli(*command, "--allow-decomposed", "--overwrite")
+    assert "--allow-decomposed" not in done.out

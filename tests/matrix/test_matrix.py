@@ -14,7 +14,8 @@ import pytest
 import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.files import as_plain
-from mha_deploy.regression.matrix import read_plan, run_matrix
+from mha_deploy.regression.matrix import read_plan, run_cell, run_matrix
+from mha_deploy.runtime.child import isolation
 from mha_deploy.validation.records import model_record
 
 RTX = {"name": "rtx", "backend": "tensorrt-rtx"}
@@ -50,6 +51,24 @@ def test_a_plan_that_is_wrong_is_refused(tmp_path, text, what):
     with pytest.raises(md.DeployError, match=what):
         md.matrix(path, tmp_path / "out", jobs=1)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "place", "near", "others"),
+    [
+        ("gpu", "", "gpus", {"precisions", "time_limit"}),
+        ("axis", "models", "axes", {"cache", "name"}),
+        ("paths", "runtimes", "path", {"backend", "pip"}),
+    ],
+)
+def test_a_field_that_no_plan_has_is_answered_with_those_it_has(tmp_path, field, place, near, others):
+    plan = plan_of({"model": "tiny-mha"})
+    plan["runtimes"] = [dict(RTX)]
+    (plan[place][0] if place else plan)[field] = "1"
+    with pytest.raises(md.DeployError, match=field) as caught:
+        md.matrix(plan, tmp_path / "out", jobs=1)
+    assert set(re.findall(r"\w+", caught.value.hint)) >= {near, *others}
+    assert repr(near) in caught.value.hint
 
 
 # -- which cells are done --------------------------------------------------------------------------
@@ -217,6 +236,19 @@ def test_a_matrix_says_at_once_that_it_began_and_with_q_nothing_but_the_verdict(
     assert first.startswith("matrix plan.toml: ")
     assert cell.startswith("1/1 tiny-gqa")
     assert run_cli(*command, "-q").err == ""
+
+
+def test_a_refused_cell_says_what_to_try_as_the_build_does(bundles, monkeypatch):
+    pytest.importorskip("tensorrt_rtx")
+    monkeypatch.setattr(isolation, "limit_s", isolation.limit_s)  # a cell sets its own
+    bundle = bundles("tiny-softcap")
+    with pytest.raises(md.DeployError) as caught:
+        md.build_engine(bundle, backend="tensorrt-rtx")
+    request = {"backend": "tensorrt-rtx", "options": {}, "bundle": str(bundle.path), "time_limit": 600.0}
+    cell = run_cell(request)
+    assert cell["status"] == "refused"
+    assert f"got: {caught.value.got}" in cell["why"]
+    assert cell["why"].endswith(caught.value.hint)
 
 
 FAKE = """
