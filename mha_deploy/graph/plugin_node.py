@@ -94,6 +94,12 @@ _WIDENED = 16  # with a key mask, heads have so many more elements, or up to tha
 _LEAST_MASKED_SCALE = 1e-6
 
 
+def takes_key_mask(head_size: int, scale: float) -> bool:
+    """Whether heads can be wide enough for a key mask, and their scale keeps masked keys below all others."""
+    widened = (head_size // _WIDENED + 1) * _WIDENED
+    return widened <= LARGEST_HEAD and scale >= _LEAST_MASKED_SCALE
+
+
 class NodeSizes(NamedTuple):
     """The sizes of one call of an attention: operands of rank 3 or 4, the bias, caches and rotary tables."""
 
@@ -147,8 +153,7 @@ def _rules(own: Mapping[str, Any], sizes: NodeSizes | None, aligned: int) -> Ite
         yield any(own[name] for name in excluded), "a key mask with another mask, gates, a cache or FP8"
         plain = own["causal"] != BOTTOM_RIGHT and windows == (NO_WINDOW, NO_WINDOW)
         yield not plain, "a key mask with a window, or a diagonal that ends at the last key"
-        too_large = (size // _WIDENED + 1) * _WIDENED > LARGEST_HEAD
-        yield too_large or own["scale"] < _LEAST_MASKED_SCALE, "a key mask with this head size or scale"
+        yield not takes_key_mask(size, own["scale"]), "a key mask with this head size or scale"
     yield not (0 <= own["rotary"] <= 2 and FROM_ZERO <= own["rotary_positions"] <= GIVEN), "another rotation"
     if own["rotary"]:
         rotated, step = own["rotary_size"], aligned * (2 if own["rotary"] == 1 else 1)

@@ -333,6 +333,17 @@ def test_a_mask_of_keys_without_a_diagonal_or_of_one_batch_element_is_a_bias() -
         }
 
 
+@pytest.mark.parametrize(("size", "scale"), [(256, 0.0625), (8, 1e-7)])
+def test_heads_that_cannot_be_wider_and_tiny_scales_have_a_bias(size: int, scale: float) -> None:
+    heads = (("B", 4, "S", size), ("B", 2, "S", size))
+    model = fp16(*heads, mask=("bool", ("B", 1, 1, "S")), is_causal=1, scale=scale)
+    lowered = lower(model, "plugin")
+    assert attributes_of(lowered, "has_bias", "has_key_mask") == {"has_bias": 1, "has_key_mask": 0}
+    feeds = random_feeds(model, SIZES)
+    (got,) = run_in_reference(ir.to_proto(lowered), feeds)
+    np.testing.assert_allclose(got.astype(np.float64), attend(model, feeds)[0], rtol=2e-3, atol=2e-3)
+
+
 def test_lengths_in_int32_need_no_cast() -> None:
     nodes = [
         node("Shape", "k", "shape", start=1, end=2),

@@ -290,11 +290,10 @@ class Diagonal(NamedTuple):
 class PluginMask(NamedTuple):
     """Which keys a query attends to.
 
-    `key_lengths` are valid keys of each batch element, int32 `[B]`; `key_mask`, int32 `[B, T]`, is 0 for the
-    others where these are not the last ones; `bias` is added to the scores, `[B or 1,
-    Hq or 1, S, T]`. `attending`, `[·, heads, ·, 1]`, is False for queries that are fully masked by the bias;
-    the plugin itself handles those of diagonal and lengths. `shifted` is the mask behind a bias that had to
-    be brought into the range of the scores.
+    `key_lengths` are valid keys of each batch element, int32 `[B]`; `key_mask`, int32 `[B, T]`, is 0 for
+    masked keys; `bias` is added to the scores, `[B or 1, Hq or 1, S, T]`. `attending`, `[·, heads, ·, 1]`, is
+    False for queries that are fully masked by the bias; the plugin itself handles those of diagonal, lengths
+    and key mask. `shifted` is the mask behind a bias that had to be brought into the range of the scores.
     """
 
     diagonal: Diagonal
@@ -320,7 +319,8 @@ def read_plugin_mask(b: NodeBuilder, call: AttentionCall, S: Size, T: Size, *, i
         if call.mask is not None and is_alone and diagonal.causal != plugin.BOTTOM_RIGHT:
             lengths = prefix_lengths(call.mask, batch=call.attention.B)
             # Its kernels skip what the diagonal masks. Without a diagonal a bias is as fast.
-            if lengths is None and diagonal == Diagonal(plugin.TOP_LEFT):
+            fits = diagonal == Diagonal(plugin.TOP_LEFT) and plugin.takes_key_mask(call.D, float(call.scale))
+            if lengths is None and fits:
                 key_mask = visible_keys(b, call.mask, batch=call.attention.B)
                 if key_mask is not None:
                     return PluginMask(diagonal, key_mask=key_mask)
