@@ -755,7 +755,8 @@ def _contents(folder: Path, manifest: Mapping[str, Any]) -> tuple[tuple[str, ...
     found = {name for name in _tree(folder) if not _is_folder(folder / name)}
     others = sorted(found - {_MANIFEST, *manifest["files"]})
     extras = tuple(name for name in others if _is_extra(folder, name))
-    return extras, tuple(name for name in others if name not in extras)
+    foreign = tuple(name for name in others if name not in extras)
+    return tuple(name for name in extras if name != "engines.json"), foreign  # every bundle has that list
 
 
 def _is_folder(path: Path) -> bool:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 from bundle_edit import edit_manifest, fill, manifest, small_bundle
 
-from mha_deploy.bundle.folder import MANIFEST, MODEL, BundleWriter, open_bundle, sha256
+from mha_deploy.bundle.folder import LEDGER, MANIFEST, MODEL, BundleWriter, open_bundle, sha256
 from mha_deploy.bundle.manifest import FORMAT
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.output import GENERATOR
@@ -125,7 +125,7 @@ def test_another_format_is_refused_with_the_one_that_is_read(folder, number):
     assert "export again" in error.hint
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if key != "format"])
+@pytest.mark.parametrize("key", [key for key in KEYS if key not in ("format", "lists_engines")])
 def test_a_missing_key_is_named(folder, key):
     edit_manifest(folder, lambda data: data.pop(key))
     assert key in refused(folder, "The manifest is not valid").got
@@ -379,7 +379,7 @@ def test_engines_and_reports_go_with_their_bundle_and_are_named(folder):
     for name, text in files.items():
         (folder / name).write_text(text)
     assert set(overwrite(folder).removed) == set(files)
-    assert sorted(path.name for path in folder.iterdir()) == ["golden", MANIFEST, MODEL]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([LEDGER, "golden", MANIFEST, MODEL])
     assert overwrite(folder, "tiny-mha").removed == ()
 
 

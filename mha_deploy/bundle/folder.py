@@ -6,6 +6,7 @@
     golden/<case>.safetensors inputs, FP64 oracle and eager result of one case
     golden/polygraphy/*.json  the same for `polygraphy run`, with --polygraphy
     traces/<name>.safetensors of a model with a KV cache: tokens to decode, and the expected results
+    engines.json              the engines that were ever built from it, at first none
 
 A bundle is built in a temporary folder beside its place and renamed when it is whole; the manifest is
 the last file written. See docs/bundle.md.
@@ -33,6 +34,9 @@ from mha_deploy.output import commit_folder, put_file, refuse_occupied, temporar
 MANIFEST = "manifest.json"
 MODEL = "model.onnx"
 SOURCE = "source.onnx"
+LEDGER = "engines.json"
+"""The engines that were ever built from a bundle; one that was deleted is known to be missing."""
+NO_ENGINES = b'{\n  "tool": {\n    "name": "mha-deploy"\n  },\n  "built": {}\n}\n'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,14 @@ class Bundle:
             if path.stat().st_size != wanted.bytes or sha256(path) != wanted.sha256:
                 problem = "A file of the bundle was changed after export."
                 raise BundleError(problem, got=path, hint="export again")
+        self.verify_ledger()
+
+    def verify_ledger(self) -> None:
+        """Refuse a bundle whose list of engines is gone: what was built from it is not known any more."""
+        if self.manifest.lists_engines and not os.path.lexists(self.path / LEDGER):
+            problem = "The list of engines that were built from the bundle is missing."
+            hint = "copy the whole bundle again, or export it again"
+            raise BundleError(problem, got=self.path / LEDGER, hint=hint)
 
 
 def _bundles_in(folder: Path) -> list[str]:
@@ -158,6 +170,7 @@ class BundleWriter:
             if path.is_file()
         }
         data = msgspec.structs.replace(manifest, files=files).to_dict()
+        put_file(self.path / LEDGER, NO_ENGINES)
         put_file(self.path / MANIFEST, (json.dumps(data, indent=2) + "\n").encode())
         try:
             opened = open_bundle(self.path)

@@ -348,6 +348,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     versions: dict[str, str]  # versions of everything that took part
     # Size and SHA-256 of every file but the manifest
     files: dict[str, FileEntry] = field(default_factory=dict)
+    lists_engines: bool = True  # whether `engines.json` has what was built from it; once it was not written
     # What a reader should know, such as golden cases that were left out
     notes: list[str] = field(default_factory=list)
 
@@ -363,6 +364,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if (found := data.get("format")) != FORMAT:
                 got, hint = f"format {found!r}", f"this version reads format {FORMAT}: export again with it"
                 raise BundleError("The format of the bundle is not supported.", got=got, hint=hint)
+            data = {"lists_engines": False, **data}
             if missing := [name for name in cls.__struct_fields__ if name not in data]:
                 raise msgspec.ValidationError(f"Object missing required field `{missing[0]}`")
         read = msgspec.convert(data, cls)

@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 from msgspec import Meta, Struct, field
 
-from mha_deploy.bundle.folder import MANIFEST, MODEL, open_bundle, sha256
+from mha_deploy.bundle.folder import LEDGER, MANIFEST, MODEL, Bundle, open_bundle, sha256
 from mha_deploy.bundle.manifest import Manifest
 from mha_deploy.engine.plugins import load_needed, other_builds, why_missing
 from mha_deploy.environment import RUNTIMES, gpus, installed_version
@@ -357,10 +357,6 @@ def foreign_engines(bundle: Path) -> tuple[Path, ...]:
     return ()
 
 
-LEDGER = "engines.json"
-"""In a bundle: the engines that were ever built from it; one that was deleted is known to be missing."""
-
-
 class Ledger(Struct, frozen=True, kw_only=True):
     """The engines that were built from a bundle, by name, with the hashes of their plans."""
 
@@ -368,11 +364,13 @@ class Ledger(Struct, frozen=True, kw_only=True):
     built: dict[str, str] = {}
 
 
-def gone_engines(bundle: Path) -> tuple[str, ...]:
+def gone_engines(opened: Bundle) -> tuple[str, ...]:
     """The engines that were built from a bundle and are not in it any more, by name.
 
-    A ledger that cannot be read is an error: what it names is not known to be there.
+    A ledger that is missing or cannot be read is an error: what it names is not known to be there.
     """
+    opened.verify_ledger()
+    bundle = opened.path
     here = {path.stem for path in (bundle / FOLDER).glob("*.engine")}
     left = {path.stem for path in (bundle / FOLDER).glob("*.json")}
     try:

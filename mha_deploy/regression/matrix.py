@@ -29,7 +29,7 @@ import msgspec
 from msgspec import Meta, Struct, field
 
 from mha_deploy import __version__
-from mha_deploy.bundle.folder import MANIFEST, Bundle, open_bundle, sha256
+from mha_deploy.bundle.folder import LEDGER, MANIFEST, NO_ENGINES, Bundle, open_bundle, sha256
 from mha_deploy.engine.build import Trial, engine_from_bundle, run_trials
 from mha_deploy.engine.engine import Engine, first_gpu, parse_ranges, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
@@ -257,6 +257,7 @@ def run_cell(request: Mapping[str, Any], files: Mapping[str, bytes] | None = Non
             else:
                 for name, content in files.items():
                     put_file(target / name, content)
+            put_file(target / LEDGER, NO_ENGINES)
             bundle, chosen = open_bundle(target), dict(request["options"])
             ranges = [parse_ranges(text, bundle.manifest.spec) for text in chosen.pop("profiles", ())]
             trial.options = EngineOptions(backend=request["backend"], profiles=ranges, **chosen)

@@ -147,7 +147,7 @@ class _Validator:
             evaluations=(*compared, *judged),
             absent=(*self.finder.absent, *self.broken),
             engines=tuple(self.finder.engines) if own else (),
-            gone=gone_engines(self.bundle.path) if own else (),
+            gone=gone_engines(self.bundle) if own else (),
             foreign=tuple(path.stem for path in foreign_engines(self.bundle.path)) if own else (),
             subjects=tuple(each.record for each in self.subjects if each.record is not None),
             points=evaluate.latency_points(plan.timed, rows, self.bundle) if rows else (),

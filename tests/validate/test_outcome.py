@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from bundle_edit import copy_of
+from bundle_edit import copy_of, edit_manifest
 
 import mha_deploy as md
-from mha_deploy.engine.engine import LEDGER, Ledger
+from mha_deploy.bundle.folder import LEDGER
+from mha_deploy.engine.engine import Ledger
 from mha_deploy.judge import OutputVerdict, ParityReport
 from mha_deploy.options import ValidateOptions
 from mha_deploy.status import Kind, Outcome, Reason
@@ -110,6 +111,18 @@ def test_deleting_an_engine_leaves_the_bundle_not_verified(with_engine):
     (with_engine / LEDGER).write_bytes(b"{")
     with pytest.raises(md.DeployError):
         md.validate(with_engine, **quick)
+
+
+def test_a_bundle_without_its_list_of_engines_is_damaged(with_engine, refused):
+    quick = {"latency": False, "probe": False, "backends": ["ort-cpu"]}
+    opened = md.open_bundle(with_engine)
+    shutil.rmtree(with_engine / "engines")
+    (with_engine / LEDGER).unlink()
+    with pytest.raises(md.DeployError, match=LEDGER):
+        md.validate(opened, **quick)
+    refused("validate", with_engine, what="list of engines", hint="export it again")
+    edit_manifest(with_engine, lambda data: data.pop("lists_engines"))  # it was exported before there was one
+    assert md.validate(with_engine, **quick).passed
 
 
 def test_a_bundle_that_never_had_an_engine_passes_with_its_graph(bundles):

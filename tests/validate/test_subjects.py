@@ -10,6 +10,7 @@ from bundle_edit import copy_of
 from onnx import TensorProto, helper, numpy_helper
 
 import mha_deploy as md
+from mha_deploy.bundle.folder import LEDGER, NO_ENGINES
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.runner import Runner, TensorInfo
@@ -253,7 +254,7 @@ def test_a_file_that_is_no_plan_and_a_plan_without_a_gpu_are_refused(bundle, tmp
 def test_a_foreign_plan_among_the_engines_is_named_and_skipped(bundle, tmp_path, run_cli):
     folder = copy_of(bundle, tmp_path / "bundle")
     shutil.rmtree(folder / "engines", ignore_errors=True)
-    (folder / "engines.json").unlink(missing_ok=True)
+    (folder / LEDGER).write_bytes(NO_ENGINES)
     (folder / "engines").mkdir()
     (folder / "engines" / "theirs.engine").write_bytes(b"ftrt by trtexec")
     report = md.validate(folder, **QUICK)
