@@ -709,6 +709,11 @@ class Projection:
         """The output of the projection, bias included."""
         return (self.add or self.matmul).outputs[0]
 
+    @property
+    def kind(self) -> tuple[ir.Value, ir.Graph | ir.Function | None, bool]:
+        """What all projections have in common that become one GEMM."""
+        return self.x, self.matmul.graph, self.fp8 is not None
+
 
 def pack_in_place(model: ir.Model) -> bool:
     """Pack the projections of each attention that read the same input into one MatMul and a Split.
@@ -746,8 +751,7 @@ def _alike(values: Sequence[ir.Value]) -> list[Projection]:
         makers = [made_by(each, "MatMul") for each in (value, *(() if add is None else add.inputs))]
         read = [projection_at(node) for node in makers if node is not None]
         found += [each for each in read if each is not None and each.y is value]
-    kinds = {(each.x, each.fp8 is None, each.weight.dtype) for each in found}
-    return found if len(found) == len(values) and len(kinds) == 1 else []
+    return found if len(found) == len(values) and len({each.kind for each in found}) == 1 else []
 
 
 def projection_at(matmul: ir.Node) -> Projection | None:
@@ -766,8 +770,7 @@ def projection_at(matmul: ir.Node) -> Projection | None:
 
 def _groups(attention: ir.Node) -> list[list[Projection]]:
     """The projections of Q, K and V that share an input, two or more together."""
-    groups: dict[tuple[ir.Value, ir.Graph | ir.Function | None, bool], list[Projection]] = {}
-    seen: set[ir.Node] = set()
+    groups, seen = dict[Any, list[Projection]](), set[ir.Node]()
     for position in (Q, K, V):
         up_to_matmuls = nodes_behind(
             [attention.inputs[position]], lambda node: () if is_op(node, "MatMul") else node.inputs
@@ -776,13 +779,8 @@ def _groups(attention: ir.Node) -> list[list[Projection]]:
             projection = None if node in seen else projection_at(node)
             seen.add(node)
             if projection is not None:
-                key = (projection.x, node.graph, projection.fp8 is not None)
-                groups.setdefault(key, []).append(projection)
-    types = {
-        key: {each.dtype for p in group for each in (p.weight, p.bias) if each is not None}
-        for key, group in groups.items()
-    }
-    return [group for key, group in groups.items() if len(group) > 1 and len(types[key]) == 1]
+                groups.setdefault(projection.kind, []).append(projection)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def _pack(group: list[Projection], name: str) -> None:
