@@ -799,6 +799,26 @@ def test_a_weight_as_the_query(columns, rows):
     check_heads(g, g.op("MatMul", weights, "x"), (1, 1))
 
 
+@pytest.mark.parametrize("squeezed", ["scores", "weights"])
+@pytest.mark.parametrize("spelled", ["products", "einsum"])
+def test_a_pooling_whose_weights_have_no_axis_of_queries(squeezed, spelled):
+    """One score for each row; the weights are `[N, T]`, and a result as well."""
+    g = axes_of({"x": ("N", "T", D)})
+    scores = g.op("MatMul", "x", g.const(np.random.default_rng(0).standard_normal((D, 1))))
+    if squeezed == "scores":
+        weights = g.op("Softmax", g.op("Squeeze", scores, g.ints(2)), axis=1)
+    else:
+        weights = g.op("Squeeze", g.op("Softmax", scores, axis=1), g.ints(2))
+    if spelled == "einsum":
+        pooled = g.op("Einsum", weights, "x", equation="bs,bse->be")
+    else:
+        products = g.op("Mul", "x", g.op("Unsqueeze", weights, g.ints(2)))
+        pooled = g.op("ReduceSum", products, g.ints(1), keepdims=0)
+    report = check_same(g.model(*(g.op("Unsqueeze", each, g.ints(1, 2)) for each in (pooled, weights))))
+    assert [each.weights for each in report.fused] == [True]
+    assert report.unfused == ()
+
+
 def test_a_size_whose_name_is_no_expression():
     """As TorchScript's exporter names the sizes of outputs."""
     g = axes_of({name: ("onnx::B", H, "onnx::S", D) for name in "qkv"})

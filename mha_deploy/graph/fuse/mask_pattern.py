@@ -1095,13 +1095,15 @@ def rejoined(
     sources: Sources,
 ) -> ir.Value:
     """A value with its axes joined in another way and in another order."""
+    # An axis of size 1 that is joined with others is none, and one that is not wanted is dropped.
+    gone = {letter for axis in axes for letter in axis if sizes.get(letter) == 1} - set("".join(order))
+    if dropped := [at for at, axis in enumerate(axes) if set(axis) <= gone]:
+        kind, dims = value.type, sizes_of(value) or []
+        value = builder.op("Squeeze", value, builder.ints(*dropped))
+        value.type = kind
+        value.shape = ir.Shape([size for at, size in enumerate(dims) if at not in dropped]) if dims else None
+    axes = tuple(each for axis in axes if (each := "".join(letter for letter in axis if letter not in gone)))
     own = dict(zip(axes, sizes_of(value) or (), strict=False))
-    # An axis of size 1 that is joined with others is none.
-    gone = {letter for axis in axes if len(axis) > 1 for letter in axis if sizes.get(letter) == 1}
-    gone -= set("".join(order))
-    if gone:
-        axes = tuple("".join(each for each in axis if each not in gone) or axis for axis in axes)
-        own = dict(zip(axes, sizes_of(value) or (), strict=False))
     if missing := [letter for letter in "".join(order) if letter not in "".join(axes)]:
         axes, kind = (*missing, *axes), value.type
         own |= dict.fromkeys(missing, 1)

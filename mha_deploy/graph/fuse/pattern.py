@@ -116,8 +116,9 @@ class Alphabet:
 
     def _from_the_left(self, axes: Axes, dims: Sequence[Size]) -> Axes | None:
         left, result = list("".join(self.resolved(axes))), list[str]()
+        joined = "".join(axis for axis in self.resolved(axes) if len(axis) > 1)
         absorbed = list[tuple[int, str]]()  # axes of size 1, and what they were joined with
-        for size in dims:
+        for at, size in enumerate(dims):
             rest, taken = size, ""
             if rest == 1 and left and self.sizes[left[0]] == 1:
                 taken = left.pop(0)
@@ -142,6 +143,9 @@ class Alphabet:
             if not taken and absorbed:  # it was moved
                 place, taken = absorbed.pop()
                 result[place] = result[place].replace(taken, "")
+            elif not taken and 1 not in dims[at + 1 :]:  # one that is joined with others may stand anywhere
+                taken = next((each for each in left if each in joined and self.sizes[each] == 1), "")
+                left = [each for each in left if each != taken]
             result.append(taken or self._one("".join((*axes, *result))))
         while left and self.sizes[left[0]] == 1 and result:
             result[-1] += left.pop(0)
