@@ -56,6 +56,25 @@ def test_a_cache_up_to_a_position():
     check(g, attend(g, "q", k, v, mask), *starts)
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_the_row_of_a_table_at_a_position(joined):
+    """Biases of one query; bounds of two axes are joined."""
+    g = axes_of({"q": ("N", 1, H, D), "k": ("N", "L", H, D), "v": ("N", "L", H, D)})
+    g.inputs["at"] = (INT64, ())
+    begin, end = (
+        g.op("Unsqueeze", each, g.ints(0)) for each in ("at", g.op("Add", "at", g.const(1, np.int64)))
+    )
+    length, table = g.op("Shape", "k", start=1, end=2), g.const(sized(1, H, 8, 8))
+    if joined:
+        bounds = [g.op("Concat", *each, axis=0) for each in ((g.ints(0), begin), (length, end))]
+        row = g.op("Slice", table, *bounds, g.ints(3, 2))
+    else:
+        row = g.op("Slice", g.op("Slice", table, begin, end, g.ints(2)), g.ints(0), length, g.ints(3))
+    scores = g.op("Add", g.op("Einsum", "q", "k", equation="bqhd,bkhd->bhqk"), row)
+    y = g.op("Einsum", g.op("Softmax", scores), "v", equation="bhqk,bkhd->bqhd")
+    check(g, y, *({"at": np.array(number)} for number in (0, 3, 7)))
+
+
 def test_a_new_key_between_others():
     """As a slice that is updated is written with concatenations."""
     g = axes_of({"q": ("N", 1, H, D), "k": ("N", 6, H, D), "v": ("N", 6, H, D)})

@@ -601,6 +601,23 @@ def test_one_node(spelled):
     assert report.fused[0].causal == (spelled in (*triangles, triangle_of_powers, triangle_of_weights))
 
 
+@pytest.mark.parametrize(
+    ("op_type", "number"), [("Cast", None), ("Greater", 0.5), ("Equal", 0.0), ("LessOrEqual", 0.5)]
+)
+def test_a_mask_of_numbers_that_masks_scores_by_a_condition_and_weights_as_a_factor(op_type, number):
+    g = Hand()
+    mask = g.op("Expand", ones(g), g.ints(B, 1, S, S))
+    shown = g.cast(mask, BOOL) if number is None else g.op(op_type, mask, g.const(number))
+    pair = [g.scores(), g.const(-1e18)]
+    masked = g.op("Where", shown, *(pair if op_type in ("Cast", "Greater") else pair[::-1]))
+    model = g.model(g.op("MatMul", g.op("Mul", g.op("Softmax", masked), mask), "v"))
+    new, report = fused(model)
+    assert (len(report.fused), report.unfused) == (1, ())
+    feeds = random_feeds(model)
+    feeds["keep"][0] = False  # all keys of one item: the file gives zeros
+    np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
+
+
 def weakly_renormalised(g):
     weights = g.op("Mul", g.op("Softmax", g.scores()), ones(g))
     return g.op("MatMul", g.op("Div", weights, g.op("Add", total(g, weights), g.const(1e-3))), "v")
@@ -613,6 +630,13 @@ def not_renormalised(g):
 def masked_behind_by_another(g):
     scores = g.op("Where", g.input("other", (B, 1, 1, S), BOOL), g.scores(), g.const(-1e9))
     return g.op("MatMul", g.op("Where", keep(g), g.op("Softmax", scores), g.const(0.0)), "v")
+
+
+def masked_behind_by_numbers(g):
+    """Which need not be zeros and ones, nor the same for all queries."""
+    mask = g.input("mask", (B, 1, S, S))
+    masked = g.op("Where", g.cast(mask, BOOL), g.scores(), g.const(-1e9))
+    return g.op("MatMul", g.op("Mul", g.op("Softmax", masked), mask), "v")
 
 
 def masked_behind_beside_another(g):
@@ -672,7 +696,7 @@ OTHERS = [squared_and_not_renormalised, divided_by_sums_of_other_queries]
 OTHERS += [weakly_renormalised, not_renormalised, masked_behind_by_another, masked_behind_beside_another]
 OTHERS += [blended_with_numbers, blended_with_another, divided_by_another_sum]
 OTHERS += [over_a_sum_with_a_large_bound, over_a_sum_of_any_size_with_a_bound]
-OTHERS += [powers_times_numbers_of_pairs, bounded_near]
+OTHERS += [powers_times_numbers_of_pairs, bounded_near, masked_behind_by_numbers]
 
 
 @pytest.mark.parametrize("spelled", OTHERS, ids=lambda each: each.__name__)

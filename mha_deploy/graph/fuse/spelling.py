@@ -383,6 +383,32 @@ def _masked(
 # -- Rules: each gives the value that a node may as well be ---------------------------------------------
 
 
+def _condition(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """Where a computed tensor of two numbers has one of them: `mask.astype(bool)`, `mask > 0.5`."""
+    output, numbers = node.outputs[0], [scalar_of(each) for each in node.inputs]
+    if output.dtype != ir.DataType.BOOL or numbers.count(None) != 1:
+        return None
+    mask = node.inputs[numbers.index(None)]
+    inner = None if mask is None or mask.dtype == output.dtype else _choice(mask, builder)
+    buffer = any(is_op(each, "Constant") for each in builder.nodes)  # whose copy the file would have as well
+    if inner is None or buffer or sizes_of(mask) != sizes_of(output):
+        return None
+    given = ([number if each is None else each for each in numbers] for number in inner[1:])
+    first, second = (bool(_COMPARED[node.op_type](*each)) for each in given)
+    same = "Identity" if first else "Not"
+    return None if first == second else _like(builder, output, same, inner.condition)
+
+
+_COMPARED: dict[str, Callable[..., object]] = {
+    "Cast": bool,
+    "Equal": operator.eq,
+    "Greater": operator.gt,
+    "GreaterOrEqual": operator.ge,
+    "Less": operator.lt,
+    "LessOrEqual": operator.le,
+}
+
+
 def _tanh(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """`2 * sigmoid(x) - 1`."""
     numbers = [scalar_of(each) for each in node.inputs]
@@ -1000,10 +1026,6 @@ def _unchanged(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
         given = given[:1] if whole else []
     elif is_op(node, "Expand"):
         given = given[:1]
-    elif is_op(node, "Cast"):
-        before = input_at(made_by(given[0], "Cast"), 0)  # there and back
-        back = before is not None and before.dtype == ir.DataType.BOOL == output.dtype
-        given = [before if back else given[0]]
     value, sizes = given[0] if given else None, sizes_of(output)
     if value is None or (len(given) > 1 and not is_op(node, *_NEUTRAL)):
         return None
@@ -2065,7 +2087,8 @@ _RULES: dict[str, Sequence[Rule]] = {
     "ReduceLogSum": (_other_sum,),
     "ReduceSumSquare": (_other_sum,),
 }
-_RULES |= dict.fromkeys(("Max", "Clip", "Cast", "Expand", "Mean"), (_unchanged,))
+_RULES |= dict.fromkeys(("Max", "Clip", "Expand", "Mean"), (_unchanged,))
+_RULES |= dict.fromkeys(_COMPARED, (_condition,)) | {"Cast": (_unchanged, _condition)}
 # What is written as matrices keeps its form until the others are done.
 _RULES_OF_RANKS: dict[str, Sequence[Rule]] = {
     "MatMul": (_matmul,),

@@ -539,6 +539,7 @@ _DECIDED_BY |= dict.fromkeys(("Compress", "Expand", "Reshape", "Split", "Tile", 
 _Key = Hashable  # what a number is computed from
 NO_END = 2**31 - 1  # where a slice ends that has no end
 _SAME_CONTENT = frozenset({*IN_ORDER, "Cast"})
+_COUNTED = (ir.DataType.INT64, ir.DataType.INT32)
 
 
 def name_inputs(model: ir.Model) -> dict[ir.Value, ir.Shape]:
@@ -1039,29 +1040,38 @@ class _Walk:
                 self.largest[name] = several
 
     def _counted(self, node: ir.Node) -> Size:
-        """How many numbers a Range gives; where it counts by one, its ends may be differences of sizes."""
+        """How many numbers a Range gives; where it counts by one, its ends may be sums of any numbers."""
         start, limit, step = (self._signed(each) for each in node.inputs)
-        if start is None or limit is None or step not in ({"": 1}, {"": -1}):
+        if step not in ({"": 1}, {"": -1}):
             return None
-        total = Counter(limit if step[""] == 1 else start)
-        total.subtract(start if step[""] == 1 else limit)
-        if set(filter(None, total)) and min(total.values()) < 0:
-            return None
-        count = _added(total)
+        count = _apart(start, limit) if step == {"": 1} else _apart(limit, start)
         return max(count, 0) if isinstance(count, int) else count
 
-    def _signed(self, value: ir.Value | None, depth: int = 0) -> Counter[str] | None:
-        """A number as a sum of sizes, each of which may be subtracted: see `_parts_of`."""
+    def _signed(self, value: ir.Value | None, at: int = 0, depth: int = 0) -> Counter[_Key] | None:
+        """One number of a small tensor as a sum, each part of which may be subtracted: see `_parts_of`.
+
+        An integer that only a run knows is a part by what it is computed from.
+        """
         content, node = self.content(value), None if value is None else value.producer()
-        if content and len(content) == 1 and content[0] is not None:
-            return _parts_of(content[0])
-        if not is_op(node, "Add", "Sub", "Neg", *_SAME_CONTENT) or node is None or depth == _MAX_KEY:
-            return None
-        found, signs = Counter[str](), {"Neg": (-1,), "Sub": (1, -1), "Add": (1, 1)}
+        at = 0 if sizes_of(value) in ([], [1]) else at
+        known = content[at] if content and at < len(content) else None
+        if value is None or known is not None:
+            return None if known is None else Counter(_parts_of(known))
+        own = Counter[_Key]({(self._key(value), at): 1}) if value.dtype in _COUNTED else None
+        if node is None or depth == _MAX_KEY:
+            return own
+        if is_op(node, "Concat"):
+            for each in node.inputs:
+                if (count := self._unknown(each)) is None or at < len(count):
+                    return own if count is None else self._signed(each, at, depth + 1)
+                at -= len(count)
+        if not is_op(node, "Add", "Sub", "Neg", *_SAME_CONTENT):
+            return own
+        found, signs = Counter[_Key](), {"Neg": (-1,), "Sub": (1, -1), "Add": (1, 1)}
         for sign, each in zip(signs.get(node.op_type, (1,)), node.inputs, strict=False):
-            parts = self._signed(each, depth + 1)
+            parts = self._signed(each, at, depth + 1)
             if parts is None:
-                return None
+                return own
             found.update({name: sign * count for name, count in parts.items()})
         return found
 
@@ -1086,6 +1096,10 @@ class _Walk:
             sizes[axis] = _sliced(before, begin, end) if step == 1 else before if backwards else None
             if sizes[axis] is None and before is not None and step == 1:
                 where = (self._key(input_at(node, 1)), at), (self._key(input_at(node, 2)), at)
+                bounds = [self._signed(input_at(node, place), at) for place in (1, 2)]
+                if begin is None and _apart(*bounds) == 1:
+                    sizes[axis] = 1  # `table[i : i + 1]`, of a position that the table has
+                    continue
                 first, last = (
                     key if each is None else each for key, each in zip(where, (begin, end), strict=True)
                 )
@@ -1288,6 +1302,17 @@ def _added(parts: Mapping[str, int]) -> Size:
     texts = [str(_text(count, [name])) for name, count in sorted(parts.items()) if name and count]
     number = parts.get("", 0)
     return _plain(" + ".join([*texts, *([str(number)] if number else [])])) if texts else number
+
+
+def _apart(first: Counter[_Key] | None, last: Counter[_Key] | None) -> Size:
+    """How far one number is behind another; None where that is not a size. See `_Walk._signed`."""
+    if first is None or last is None:
+        return None
+    total = Counter(last)
+    total.subtract(first)
+    parts = {name: count for name, count in total.items() if count and isinstance(name, str)}
+    whole = len(parts) == sum(map(bool, total.values()))
+    return _added(parts) if whole and (min(parts.values(), default=0) >= 0 or not any(parts)) else None
 
 
 def _parts_of(size: int | str) -> Counter[str]:
