@@ -1,6 +1,7 @@
 """`python -m mha_deploy`: the same as the command `mha-deploy`."""
 
 import gc
+import os
 
 from mha_deploy.process import defer_imports, forget_working_folder
 
@@ -17,6 +18,8 @@ def _run() -> None:
     # PyTorch and its exporter are a million objects that stay: to look for garbage among them while they are
     # imported takes an eighth of the time.
     gc.set_threshold(50_000, 20, 100)
+    # A thread of PyTorch that has nothing to do leaves its core to the children, and to the other threads.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     defer_imports()
     from mha_deploy.cli import main
 

@@ -474,6 +474,12 @@ def _numbers(value: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=dtype, device=device)
 
 
+def _has_no_bits(bits: Tensor, mask: int) -> bool:
+    """Whether no number of a tensor has any of these bits; mostly its first row shows it."""
+    few = bits[(0,) * (bits.dim() - 1)] if bits.numel() else bits
+    return not any((part & _number(mask, bits)).count_nonzero() for part in (few, bits))
+
+
 def _by_chunks(change: _Change, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The numbers of a tensor, each changed by itself: a large one chunk by chunk, which is much faster."""
     result = torch.empty_like(tensor, dtype=dtype)
@@ -534,6 +540,8 @@ class RandomRounding(Float64, RoundingMode):
             return tensor
         integer, significand = _SIGNIFICANDS[tensor.dtype]
         mask = (1 << (significand - self._bits)) - 1
+        if _has_no_bits(tensor.view(integer), mask):
+            return tensor
 
         def change(bits: Tensor, result: Tensor, between: Tensor) -> Tensor:
             _hashed(bits, self._seed, result, between).bitwise_and_(_number(mask, bits))
@@ -625,12 +633,12 @@ class RandomRounding(Float64, RoundingMode):
             part = q[..., start : start + rows, :]
             scores = matmul(part, k.transpose(-1, -2))
             scores = self._accumulate("matmul", (part, k.transpose(-1, -2)), scores)
-            scores = self.rounded(scores * scale)
+            scores = self.rounded(scores.mul_(scale))
             if mask is not None:
                 seen = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., start : start + rows, :]
                 is_bool = seen.dtype == torch.bool
                 scores = scores.masked_fill(~seen, -math.inf) if is_bool else scores + seen
-            weights = self.rounded(torch.softmax(scores, -1).nan_to_num(0.0))
+            weights = self.rounded(torch.softmax(scores, -1).nan_to_num_(0.0))
             blocks.append(self._accumulate("matmul", (weights, v), matmul(weights, v)))
         result = self.rounded(torch.cat(blocks, -2) if len(blocks) > 1 else blocks[0])
         # A view that follows may need the strides of PyTorch's own result: queries before heads.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -208,6 +208,8 @@ class EvaluationPlan:
     traces: Sequence[DecodeTrace] = ()  # tokens to decode, for a layer with a cache
     kernels: bool = False  # whether to report which kernels take the time
     projection: OutputProjection | None = None  # which the map of errors is pulled back through
+    # Adds the cases and traces that are drawn only while the others are judged
+    complete: Callable[[EvaluationPlan], EvaluationPlan] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,8 +276,16 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnName = silent) -
         heatmaps: list[Heatmap] = []
         cases, outside, parity = dict[str, list[GoldenCase]](), list[str](), list[ParityReport]()
         judged = dict[str, list[Future[list[OutputVerdict]]]]()
-        with in_the_background() as later:  # a case is judged while the next one runs
-            for kind, given in plan.cases.items():
+
+        def by_kind() -> Iterator[tuple[str, Sequence[GoldenCase]]]:
+            nonlocal plan
+            yield from (first := plan.cases).items()
+            if plan.complete is not None:
+                plan = plan.complete(plan)
+                yield from ((kind, drawn) for kind, drawn in plan.cases.items() if kind not in first)
+
+        with in_the_background() as later:  # a case is judged while the next one is drawn, or runs
+            for kind, given in by_kind():
                 # The profiles of an engine may be narrower than the layer's axes.
                 cases[kind], judged[kind] = [], []
                 for case in given:
@@ -285,7 +295,8 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnName = silent) -
                     on_step(Step(runtime.name, case.name))
                     cases[kind].append(case)
                     judged[kind].append(later(_run(runtime, runner, case, plan, heatmaps)))
-                    wait(judged[kind][:-1])  # no more than two cases are held
+                    if kind != "golden" or plan.complete is None:  # those are small
+                        wait(judged[kind][:-1])  # no more than two cases are held
             wait([each for futures in judged.values() for each in futures])
         for kind, futures in judged.items():
             verdicts = [verdict for each in futures for verdict in each.result()]

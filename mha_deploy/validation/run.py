@@ -322,7 +322,10 @@ class _Validator:
 
     def _evaluate_graph_and_engines(self, plan: EvaluationPlan, build: Build | None) -> list[Evaluation]:
         """The graph in a runtime that can be trusted, then the engines that were built from it."""
-        graph = self._evaluate_graph(self._with_drawn_cases(plan, ()))
+        draw, options = partial(self._with_drawn_cases, engines=()), self.options
+        # What was requested is refused first, where it cannot be drawn.
+        is_requested = options.sweep or options.probe or options.fresh
+        graph = self._evaluate_graph(draw(plan) if is_requested else replace(plan, complete=draw))
         if build is not None and graph is not None and graph.is_right:  # that of a wrong graph only distracts
             # While another process builds; where it times kernels, it is left alone.
             if isolation.enabled and self.bundle.manifest.attention and find_gpu() is None:
