@@ -14,7 +14,7 @@ from msgspec import Meta, Struct, field
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.files import PathPart
 from mha_deploy.model.layer import AttentionSpec
-from mha_deploy.model.precision import find_precision
+from mha_deploy.model.precision import EIGHT_BITS, find_precision
 from mha_deploy.model.spec import ON_DISK, ModelSpec, ModuleSpec, axes_from, refuse_unknown, require
 from mha_deploy.status import means
 
@@ -321,11 +321,6 @@ class LossRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         known = ((each.relative_l2, each.top1 or 0.0) for each in self.outputs)
         return max((1.0 - same if l2 is None else l2 for l2, same in known), default=0.0)
 
-    @property
-    def compressed(self) -> int:
-        """How many parts are compressed."""
-        return sum(each.is_compressed for each in self.layers)
-
 
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a bundle is."""
@@ -351,6 +346,12 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lists_engines: bool = True  # whether `engines.json` has what was built from it; once it was not written
     # What a reader should know, such as golden cases that were left out
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def requested_types(self) -> str:
+        """The precision; `fp8/fp16` where GEMMs were quantized."""
+        is_quantized = self.loss is not None and self.loss.what in EIGHT_BITS
+        return f"{self.loss.what}/{self.precision.name}" if self.loss and is_quantized else self.precision.name
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # a verb that has no such result to show does not load what m
     from mha_deploy.analysis.roofline import Analysis
     from mha_deploy.analysis.similarity import HeadSimilarity
     from mha_deploy.bundle.folder import Bundle
+    from mha_deploy.bundle.manifest import LossLayer
     from mha_deploy.engine.engine import Engine, EngineManifest
     from mha_deploy.engine.inspection import Inspection
     from mha_deploy.engine.plugins import Found
@@ -115,6 +116,18 @@ def head(outcome: str, words: str) -> Text:
 # -- Bundles and graphs ----------------------------------------------------------------------------
 
 
+def _quantized(layers: Sequence[LossLayer], attentions: set[str]) -> str:
+    """How many of the GEMMs and attentions are written in eight bits."""
+    counts = []
+    for what, parts in (
+        ("GEMM", [each for each in layers if each.name not in attentions]),
+        ("attention", [each for each in layers if each.name in attentions]),
+    ):
+        done = sum(each.is_compressed for each in parts)
+        counts += [f"{done}/{plural(len(parts), what)}"] if parts else []
+    return " and ".join(counts)
+
+
 def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableType:
     """A bundle in a few lines; with `details`, everything in its manifest."""
     manifest, spec = bundle.manifest, bundle.manifest.spec
@@ -129,7 +142,7 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     lines = [("bundle", str(bundle.path)), ("model", f"{spec.name}: {_about(spec)}")]
     types = manifest.precision.name
     if manifest.loss is not None and manifest.loss.what in EIGHT_BITS:
-        parts = f"{manifest.loss.compressed}/{len(manifest.loss.layers)} GEMMs"
+        parts = _quantized(manifest.loss.layers, {each["name"] for each in manifest.attention})
         types = f"{manifest.loss.what} in {parts}, else {types}"
     lines.append(("graph", f"{types}, opset {manifest.opset}, axes {axes}"))
     lines += [("fused", fused), ("golden", cases.replace(", ", ","))]
@@ -385,7 +398,7 @@ def _precision_notes(precision: PrecisionVerdict) -> list[str]:
         if found:
             names = list(dict.fromkeys(each.kernel for each in found))
             types = ", ".join(sorted({each.dtype for each in found}))
-            noun = "auxiliary kernel" if found is precision.islands else "matmul"
+            noun = "auxiliary kernel" if found is precision.islands else "matmul kernel"
             notes.append(f"{phrase.format(plural(len(names), noun), types)} (e.g. {names[0]})")
     return notes
 

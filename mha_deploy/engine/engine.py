@@ -263,7 +263,7 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The precision of the engine, in words."""
         found = self.verdict.precision
         counts = {"GEMM": found.quantized, "attention": found.quantized_attentions}
-        return precision_summary(found.status, self.precision, counts, found.not_quantized)
+        return precision_summary(found.status, found.requested, counts, found.not_quantized)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -854,7 +854,7 @@ def precision_summary(
     quantized: Mapping[str, Mapping[str, int]] | None = None,  # by what it is, and type
     unquantized: Sequence[Offender] = (),
 ) -> str:
-    """`precision: fp16 (verified)`, or `precision: mixed (requested: fp16)`; and what is quantized."""
+    """`precision: fp16 (verified)`, or `precision: mixed (requested: fp8/fp16)`; and what is quantized."""
     parts = [
         f"{dtype} (verified) in {plural(count, what)}"
         for what, counts in (quantized or {}).items()

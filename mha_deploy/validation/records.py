@@ -99,7 +99,7 @@ class EngineRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     name: Annotated[str, means("name of the engine in the bundle")]
     backend: Annotated[str, means("`tensorrt` or `tensorrt-rtx`")]
     version: Annotated[str, means("version of the TensorRT that built it")]
-    precision: Annotated[str, means("the requested precision")]
+    precision: Annotated[str, means("the requested precision; `fp8/fp16` where the graph quantizes")]
     built: Annotated[str, means("where or for what it was built")]
     ran: Annotated[bool, means("whether it was run here")]
     why_not: Annotated[str | None, means("why it was not run; null if it was")]
@@ -380,7 +380,7 @@ def engine_records(
                 name=name,
                 backend=manifest.backend,
                 version=manifest.version,
-                precision=manifest.precision,
+                precision=manifest.verdict.precision.requested,
                 built=where_built(manifest),
                 ran=name in ran,
                 why_not=None if name in ran else (why_not or {}).get(name, "not requested"),

@@ -591,7 +591,7 @@ def _about_subjects(report: Validation, options: ValidateOptions) -> Iterator[Fi
         if precision not in verified and (each.plan is not None or options.require_precision):
             level = Severity.NOTE if precision is PrecisionStatus.UNKNOWN else Severity.WARNING
             level = Severity.FAILURE if options.require_precision else level
-            requested = report.bundle.manifest.precision.name
+            requested = report.bundle.manifest.requested_types
             about = {"engine": each.name, "detail": f"precision: {precision} (requested: {requested})"}
             yield _found(level, Section.PRECISION, Kind.ENGINE_PRECISION, **about)
 

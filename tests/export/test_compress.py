@@ -218,6 +218,7 @@ def test_kernels_of_an_engine_read_eight_bits(bundles, name):
     engine = md.build_engine(bundles[name], backend="tensorrt-rtx", targets="89")
     found = engine.manifest.verdict.precision
     assert engine.manifest.has_requested_types
+    assert found.requested == f"{name}/fp16"
     assert found.quantized == {name: len(GEMMS)}
     assert not found.not_quantized
     shown = md.open_engine(engine.path).shown  # the plan holds the weights of the graph
@@ -256,6 +257,13 @@ def hidden(tmp_path_factory):
     path = transformer(folder / "small.onnx", split=True, changed={"out": 1e-4 * weights()["out"]})
     options = {**OPTIONS, "data": samples(), "quantize_attention": True}
     return {name: md.export(path, folder / name, precision=name, **options) for name in ("int8", "fp8")}
+
+
+def test_gemms_and_attentions_in_eight_bits_are_counted_apart(hidden, run_cli):
+    names = {each.name for each in hidden["int8"].manifest.loss.layers if each.is_compressed}
+    gemms = names - {each["name"] for each in hidden["int8"].manifest.attention}
+    assert len(gemms) == len(names) - 1
+    assert f"{len(gemms)}/{len(gemms)} GEMMs" in run_cli("inspect", hidden["int8"].path).out
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])

@@ -380,7 +380,7 @@ class Offender(Struct, frozen=True, kw_only=True):
 class PrecisionVerdict(Struct, frozen=True, kw_only=True):
     """Whether an engine is in the requested precision."""
 
-    requested: str
+    requested: str  # the types of the graph, as `fp16` or `fp8/fp16`
     status: PrecisionStatus
     counts: dict[str, int]  # of the tensors of each type, and of the kernels with a type in their names
     # Matmuls and attentions with another floating-point type that is not the graph's; other kernels with one.
@@ -457,7 +457,7 @@ def precision_verdict(
     later = tuple(kernel.name for kernel in heavy if _SELECTED_AT_LOAD in kernel.tactic)
     known = PrecisionStatus.SELECTED_AT_LOAD if later else PrecisionStatus.VERIFIED
     return PrecisionVerdict(
-        requested=precision,
+        requested=_requested(precision, written),
         status=PrecisionStatus.MIXED if offenders else PrecisionStatus.UNKNOWN if reason else known,
         counts=_counts(kernels),
         offenders=tuple(offenders),
@@ -472,6 +472,12 @@ def precision_verdict(
         not_quantized=tuple(half),
         quantized_attentions=dict(Counter(inside.values())),
     )
+
+
+def _requested(precision: str, written: Written | None) -> str:
+    """The types that a graph asks for: `fp16`, or `fp8/fp16` where it quantizes."""
+    eight = {node.quantized for node in (written or {}).values() if node.quantized is not None}
+    return "/".join([*sorted(eight), precision])
 
 
 def _quantized_matmuls(
@@ -745,7 +751,7 @@ def engine_verdict(
         nodes.append(verdict)
         doubts += conflict
     by_source = {n: precision_verdict(kernels, precision, written, groups) for n, kernels in reported.items()}
-    judged, conflict = _merge_precision(by_source, precision)
+    judged, conflict = _merge_precision(by_source, _requested(precision, written))
     return EngineVerdict(nodes=tuple(nodes), precision=judged, disagreements=(*doubts, *conflict))
 
 
@@ -909,7 +915,7 @@ _FROM_WORST = (
 
 
 def _merge_precision(
-    verdicts: Mapping[str, PrecisionVerdict], precision: str
+    verdicts: Mapping[str, PrecisionVerdict], requested: str
 ) -> tuple[PrecisionVerdict, list[Disagreement]]:
     """The worst that is known; `unknown` where no source knows, or one reports what no other could judge.
 
@@ -920,7 +926,7 @@ def _merge_precision(
     ranked = sorted(verdicts.items(), key=lambda item: _FROM_WORST.index(item[1].status))
     if not ranked:
         reasons = (EngineReason(kind=ReasonKind.NO_SOURCE),)
-        return PrecisionVerdict(requested=precision, status=unknown, counts={}, reasons=reasons), []
+        return PrecisionVerdict(requested=requested, status=unknown, counts={}, reasons=reasons), []
     name, worst = ranked[0][0], _with_eight_bits(ranked[0][1], verdicts.values())
     untyped = [each for each in verdicts.values() if each.status == unknown and _is_unjudged(each)]
     if untyped and worst.has_requested_types:
