@@ -331,6 +331,21 @@ def test_a_runner_is_opened_on_whatever_can_run(tiny, kind):
     np.testing.assert_allclose(outputs["output"], case.oracle["output"], atol=0.02)
 
 
+@pytest.mark.parametrize("isolated", [True, False], ids=["child", "in-process"])
+def test_a_size_beyond_its_axis_is_refused_with_the_range(tiny, isolated, monkeypatch):
+    monkeypatch.setattr("mha_deploy.runtime.child.isolation.enabled", isolated)
+    limit = tiny.manifest.spec.axes["S"].max
+    with md.open_runner(tiny, "onnx-reference") as runner:
+        ((name, each),) = runner.inputs.items()
+        feeds = {name: np.ones([{"B": 1, "S": limit + 1}.get(d, d) for d in each.dims], each.dtype)}
+        with pytest.raises(md.DeployError) as caught:
+            runner.run(feeds)
+        assert "Axis S" in caught.value.what
+        assert f"S={limit + 1}" in caught.value.got
+        assert str(limit) in caught.value.hint
+        assert runner.run({name: feeds[name][:, :limit]})
+
+
 def test_what_cannot_run_is_refused(tiny, tmp_path):
     with pytest.raises(md.DeployError, match="This cannot be run"):
         md.open_runner(7)

@@ -350,8 +350,8 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def requested_types(self) -> str:
         """The precision; `fp8/fp16` where GEMMs were quantized."""
-        is_quantized = self.loss is not None and self.loss.what in EIGHT_BITS
-        return f"{self.loss.what}/{self.precision.name}" if self.loss and is_quantized else self.precision.name
+        eight = [self.loss.what] if self.loss is not None and self.loss.what in EIGHT_BITS else []
+        return "/".join([*eight, self.precision.name])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

@@ -340,6 +340,7 @@ class ChildRunner(_Remote, Runner):
 
     def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Check the inputs against the model, then run it."""
+        self.refuse_sizes(feeds)
         return self.apply(methodcaller("run", dict(feeds)), step=f"running {_sizes(feeds)}")
 
     _run = run

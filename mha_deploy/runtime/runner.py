@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from mha_deploy.errors import DeployError
-from mha_deploy.model.spec import two_sizes
+from mha_deploy.model.spec import Axis, two_sizes
 
 if TYPE_CHECKING:
     from mha_deploy.runtime.timing import Timing, TimingPlan
@@ -71,6 +71,7 @@ class Runner(Closing, ABC):
     name: str  # the backend, with its version
     inputs: Mapping[str, TensorInfo]
     outputs: Mapping[str, TensorInfo]
+    axes: Mapping[str, Axis] = {}  # of a bundle, the ranges that it was exported for
     device: str = "cpu"  # where it computes: `cpu`, or the name of the GPU
     accumulate: str | None = None  # what its GEMMs accumulate in: `fp32` or `fp16`; None: not known
     can_decode: bool = False  # whether it keeps a KV cache on its device and has a `decode_loop`
@@ -84,6 +85,7 @@ class Runner(Closing, ABC):
 
     def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Check the inputs against the model, then run it."""
+        self.refuse_sizes(feeds)
         checked = self.checked(feeds)
         try:
             return self._run(checked)
@@ -100,6 +102,17 @@ class Runner(Closing, ABC):
         """The inputs as the runtime takes them; refused for other names, types or shapes."""
         check_feeds(self.inputs, feeds)
         return feeds
+
+    def refuse_sizes(self, feeds: Arrays) -> None:
+        """Refuse sizes beyond the ranges of the axes: nothing there was ever verified."""
+        for name, array in feeds.items():
+            dims = self.inputs[name].dims if name in self.inputs else ()
+            for dim, size in zip(dims, array.shape, strict=False):
+                axis = self.axes.get(dim) if isinstance(dim, str) else None
+                if axis is not None and not axis.min <= size <= axis.max:
+                    what, got = f"Axis {dim} does not allow this size.", f"{dim}={size} of input {name}"
+                    hint = f"a size from {axis.min} to {axis.max}; or export it with --axis {dim}=min:opt:max"
+                    raise DeployError(what, got=got, hint=hint)
 
     def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
         """How long one call takes with inputs that are on the device already."""

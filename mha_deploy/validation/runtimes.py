@@ -303,7 +303,10 @@ def open_any_runner(model: Any, backend: str | None) -> Runner:
         return open_engine_runner(model) if isinstance(model, Engine) else PolygraphyRunner(model)
     if isinstance(model, Bundle) or (isinstance(model, Path) and model.suffix != ".onnx"):
         opened = model if isinstance(model, Bundle) else open_checked(model)
-        return RuntimeFinder(opened).named(backend or available_cpu_backend(opened.manifest.precision)).open()
+        name = backend or available_cpu_backend(opened.manifest.precision)
+        runner = RuntimeFinder(opened).named(name).open()
+        runner.axes = opened.manifest.spec.axes
+        return runner
     graph = graph_from_proto(model) if isinstance(model, onnx.ModelProto) else model
     graph = load_graph(graph) if isinstance(graph, Path) else graph
     if not isinstance(graph, ir.Model):
