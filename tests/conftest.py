@@ -212,15 +212,13 @@ def bundles(tmp_path_factory, workshop):
 
     Each worker has a copy, as some tests leave their engines there; copy it again before altering it.
     """
+    import mha_deploy
     from mha_deploy.bundle.folder import open_bundle
-    from mha_deploy.exporter.exporter import bundle_from_spec
-    from mha_deploy.model.catalog import find_spec
-    from mha_deploy.options import ExportOptions
 
     @functools.cache
     def make(name, precision):
         def export(folder):
-            bundle_from_spec(find_spec(name), folder / "bundle", ExportOptions(precision=precision))
+            mha_deploy.export(name, folder / "bundle", precision=precision)
 
         made, _ = workshop.thing(f"{name}-{precision}", export)
         own = tmp_path_factory.mktemp(f"{name}-{precision}") / "bundle"
@@ -237,8 +235,6 @@ def own_bundles(workshop):
     """
     import mha_deploy
     from mha_deploy.bundle.folder import open_bundle
-    from mha_deploy.exporter.exporter import bundle_from_factory
-    from mha_deploy.options import ExportOptions
 
     mha_deploy.configure(trust_code=True)  # another worker may have exported it
 
@@ -246,8 +242,7 @@ def own_bundles(workshop):
     def make(name, precision, golden):
         def export(folder):
             factory = f"{Path(__file__).parent / 'own_models.py'}:{name}"
-            options = ExportOptions(precision=precision, golden=golden)
-            bundle_from_factory(factory, folder / name, options)
+            mha_deploy.export(factory, folder / name, precision=precision, golden=golden)
 
         folder, _ = workshop.thing("-".join(["own", name, precision, *golden]), export)
         return open_bundle(folder / name)

@@ -12,15 +12,15 @@ import torch
 from graph_parity import graph_parity
 from tiny_specs import TINY, in_precisions
 
+import mha_deploy as md
 from mha_deploy.baselines.fresh import module_from_bundle
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.errors import DeployError
-from mha_deploy.exporter.exporter import bundle_from_spec
 from mha_deploy.exporter.oracle import run_module
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.precision import PRECISIONS
-from mha_deploy.options import EngineOptions, ExportOptions
+from mha_deploy.options import EngineOptions
 from mha_deploy.reference.inputs import call_arguments, tensor_from_numpy, to_numpy
 
 # The variants of the others are those of the tiny specs: they are for `-m slow`, and some take gigabytes.
@@ -36,8 +36,7 @@ REAL = [
 def real_bundle(request, tmp_path_factory):
     """A bundle of a real model, without the golden cases that take long on a CPU."""
     folder = tmp_path_factory.mktemp("real") / request.param
-    options = ExportOptions(golden=("min", "odd", "ragged"))
-    return bundle_from_spec(find_spec(request.param), folder, options)
+    return md.export(request.param, folder, golden=("min", "odd", "ragged"))
 
 
 def assert_validates(bundle):

@@ -4,10 +4,12 @@ import json
 
 import ml_dtypes
 import numpy as np
+import own_models
 import pytest
 from bundle_edit import SIZES, edit_arrays, edit_manifest, golden_case, rehash, small_bundle
 from golden_made import made_case
 
+import mha_deploy as md
 from mha_deploy.bundle.cases import (
     golden_cases,
     read_arrays,
@@ -18,7 +20,6 @@ from mha_deploy.bundle.cases import (
 )
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BundleError, DeployError, ExportError
-from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 
 GROUPS = ("inputs", "oracle", "eager")
@@ -189,16 +190,9 @@ def test_a_bundle_has_nothing_for_polygraphy_unless_asked(bundles):
 
 
 def test_files_for_polygraphy_that_cannot_be_are_refused_before_anything_is_written(tmp_path):
-    from mha_deploy.exporter.exporter import bundle_from_factory, bundle_from_spec
-    from mha_deploy.options import ExportOptions
-
-    asked = ExportOptions(precision="bf16", polygraphy=True)
-    for export in (
-        lambda: bundle_from_spec(find_spec("tiny-gqa"), tmp_path / "b", asked),
-        lambda: bundle_from_factory("nothing.py:nobody", tmp_path / "b", asked),
-    ):
+    for model in ("tiny-gqa", f"{own_models.__file__}:encoder"):
         with pytest.raises(ExportError, match="no Polygraphy files") as caught:
-            export()
+            md.export(model, tmp_path / "b", precision="bf16", polygraphy=True)
         assert "--polygraphy" in caught.value.hint
     assert not list(tmp_path.iterdir())
 

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 from bundle_edit import copy_of
 
-from mha_deploy.exporter.exporter import bundle_from_spec
-from mha_deploy.model.catalog import find_spec as find_model
-from mha_deploy.options import ExportOptions
+import mha_deploy as md
 
 pytestmark = pytest.mark.skipif(find_spec("polygraphy") is None, reason="Polygraphy is not installed")
 
@@ -50,8 +48,7 @@ def arguments(folder):
 def polygraphy(tmp_path_factory):
     """What Polygraphy's command line says of a bundle, and of a copy in which one number was altered."""
     folder = tmp_path_factory.mktemp("polygraphy")
-    options = ExportOptions(polygraphy=True, golden=("min", "odd"))
-    bundle = bundle_from_spec(find_model("tiny-gqa"), folder / "bundle", options)
+    bundle = md.export("tiny-gqa", folder / "bundle", polygraphy=True, golden=("min", "odd"))
     altered = copy_of(bundle, folder / "altered")
     alter_last_element(altered, 4 * TOLERANCE)
     commands = json.dumps([arguments(each) for each in (bundle.path, altered)])

@@ -55,18 +55,20 @@ def export_model(
             original = _open_original(model, options, folder, _read_arrays(inputs), on_step)
             made = quantize(original, options, uncounted(on_step))
             return compressed_bundle(original, made, out, options, on_step)
-    if (file := model.onnx_file) is not None:
-        from mha_deploy.exporter.onnx_import import bundle_from_onnx
+    from mha_deploy.exporter.flow import export_bundle
 
-        arrays = _read_arrays(inputs)
-        return bundle_from_onnx(file, out, options, axes=model.axes, inputs=arrays, on_step=on_step)
+    if (file := model.onnx_file) is not None:
+        from mha_deploy.exporter.onnx_import import OnnxSource
+
+        return export_bundle(OnnxSource(file, options, model.axes, _read_arrays(inputs)), out, on_step)
     _refuse_inputs(inputs)
     traced = _trace_beside(model.source, options) if isinstance(model.source, AttentionSpec) else None
     with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
-        from mha_deploy.exporter.exporter import bundle_from_factory, bundle_from_spec
+        from mha_deploy.exporter.exporter import LayerSource, ModuleSource, module_errors
     if isinstance(model.source, AttentionSpec):
-        return bundle_from_spec(model.source, out, options, on_step, traced)
-    return bundle_from_factory(model.source, out, options, axes=model.axes, on_step=on_step)
+        return export_bundle(LayerSource(model.source, options, traced), out, on_step)
+    with module_errors(options.precision):
+        return export_bundle(ModuleSource(model.source, options, model.axes), out, on_step)
 
 
 _LONG_FLOPS, _SMALL_BYTES = 1 << 32, 1 << 26

@@ -6,7 +6,7 @@ import ast
 import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
@@ -19,7 +19,7 @@ import onnx_ir.passes.common as common_passes
 import torch
 
 from mha_deploy.bundle.cases import Arrays, GoldenCase, pack_baselines, write_arrays
-from mha_deploy.bundle.folder import Bundle, sha256
+from mha_deploy.bundle.folder import sha256
 from mha_deploy.bundle.manifest import LayersEntry, ShrunkRange
 from mha_deploy.bundle.samples import as_taken, read_samples, samples_from
 from mha_deploy.bundle.sizes import MODULE_CASES, PlannedCase, golden_budget, golden_names, plan_golden
@@ -54,48 +54,23 @@ _MOST_SAMPLES = 16  # of a user's own that become golden cases
 _DEVICES = ("cpu", "cuda")
 
 
-def bundle_from_spec(
-    spec: AttentionSpec,
-    target: Path,
-    options: ExportOptions | None = None,
-    on_step: OnStep = silent,
-    traced: Future[bytes] | None = None,
-) -> Bundle:
-    """Export a catalog layer and everything needed to check it elsewhere.
-
-    Nothing is left at `target` if anything fails. `on_step` is called as each step begins, with its name, its
-    number from 0, and how many there are. `traced` is what `layer_graph` gives, where another process does.
-    """
-    return flow.export_bundle(_LayerSource(spec, options or ExportOptions(), traced), target, on_step)
-
-
 def layer_graph(spec: AttentionSpec, options: ExportOptions) -> bytes:
     """The graph of a catalog layer with random weights."""
-    source = _LayerSource(spec, options)
+    source = LayerSource(spec, options)
     source.on_step = silent
     with scratch_folder() as folder:
         return ir.to_proto(source.graph(folder)).SerializeToString()
 
 
-@user_code(timed=False, mixed=True)
-def bundle_from_factory(
-    reference: str | Deployable,
-    target: Path,
-    options: ExportOptions | None = None,
-    *,
-    axes: Axes | None = None,
-    on_step: OnStep = silent,
-) -> Bundle:
-    """Export a user's own module as `bundle_from_spec` does a layer; `axes` replace ranges of the factory.
-
-    The manifest of a `Deployable` names no factory: its module cannot be made again from the bundle.
-    """
-    options = options or ExportOptions()
+@contextmanager
+def module_errors(precision: str) -> Iterator[None]:
+    """Errors of a user's module name its line, and `auto` where types or ranges are at fault."""
     try:
-        return flow.export_bundle(_ModuleSource(reference, options, axes), target, on_step)
+        with user_code(timed=False, mixed=True):
+            yield
     except ExportError as error:
         # Types and ranges are what `auto` is for: it exports the module in float32, as it is written.
-        if error.about_types and options.precision in ("fp16", "bf16"):
+        if error.about_types and precision in ("fp16", "bf16"):
             raise ExportError(error.what, got=error.got, hint=f"--precision auto, or {error.hint}") from error
         raise
 
@@ -104,7 +79,7 @@ def original_from_spec(
     spec: AttentionSpec, options: ExportOptions, folder: Path, on_step: OnStep
 ) -> Original:
     """A catalog layer in float32, to be compressed; `folder` is where large files may lie meanwhile."""
-    source = _LayerSource(spec, replace(options, precision="fp32", golden=("opt",)))
+    source = LayerSource(spec, replace(options, precision="fp32", golden=("opt",)))
 
     def draw(planned: flow.PlannedCase) -> Arrays:
         drawn = arrays_of(source.capture.draw(planned))
@@ -118,7 +93,7 @@ def original_from_factory(
     reference: str | Deployable, options: ExportOptions, folder: Path, axes: Axes | None, on_step: OnStep
 ) -> Original:
     """A user's module in float32, to be compressed."""
-    source = _ModuleSource(reference, replace(options, precision="fp32", golden=("opt",)), axes)
+    source = ModuleSource(reference, replace(options, precision="fp32", golden=("opt",)), axes)
     found = _original(source, source.draw, folder, on_step)
     samples = source.user.samples
     given = None if isinstance(samples, tuple) and not samples else samples
@@ -131,7 +106,7 @@ _CHECKED_SIZE = 8
 
 
 def _original(
-    source: _LayerSource | _ModuleSource,
+    source: LayerSource | ModuleSource,
     draw: Callable[[flow.PlannedCase], Arrays],
     folder: Path,
     on_step: OnStep,
@@ -182,8 +157,11 @@ def choose_opset(layer: AttentionSpec | None, wanted: int | None) -> int:
 # -- A catalog layer -------------------------------------------------------------------------------
 
 
-class _LayerSource(flow.ExportSource):
-    """A catalog layer: its graph is canonical as the reference layer emits it."""
+class LayerSource(flow.ExportSource):
+    """A catalog layer: its graph is canonical as the reference layer emits it.
+
+    `traced` is what `layer_graph` gives, where another process computes it.
+    """
 
     module: Attention
     spec: AttentionSpec
@@ -202,6 +180,7 @@ class _LayerSource(flow.ExportSource):
         self.is_counted = True
 
     def graph(self, folder: Path) -> ir.Model:
+        """The graph that the reference layer is exported to, here or by another process meanwhile."""
         self.step("weights")
         options = self.options
         if options.device not in _DEVICES:
@@ -254,6 +233,7 @@ class _LayerSource(flow.ExportSource):
         self.step("FP64 oracle")
 
     def origin(self) -> str:
+        """A seed, or a file with its hash."""
         weights = self.options.weights
         if weights is None:
             return f"random, seed {self.options.seed}"
@@ -366,7 +346,7 @@ def _drop_exporter_metadata(model: ir.Model) -> None:
 _LAYERS_BYTES = 1 << 30
 
 
-class _ModuleSource(flow.ExportSource):
+class ModuleSource(flow.ExportSource):
     """A user's module: its program is exported, and its attentions are recognized in the graph."""
 
     user: UserModule
@@ -387,6 +367,7 @@ class _ModuleSource(flow.ExportSource):
         self.steps = 6 + self.auto + len(options.golden or MODULE_CASES)
 
     def graph(self, folder: Path) -> ir.Model:
+        """The graph of the module's program, with its attention fused."""
         options, reference, axes = self.options, self.reference, self.axes
         self.step("factory")
         precision = find_precision("fp32") if self.auto else self.precision
@@ -431,6 +412,7 @@ class _ModuleSource(flow.ExportSource):
         return model
 
     def draw(self, planned: flow.PlannedCase) -> Arrays:
+        """The inputs of a case."""
         return arrays_of(self.capture.draw(planned))
 
     def sample_cases(self) -> Iterator[flow.PlannedCase]:
@@ -474,6 +456,7 @@ class _ModuleSource(flow.ExportSource):
         return None
 
     def origin(self) -> str:
+        """A file or the exported object with the hash of its state, or the factory."""
         user = self.user
         if user.weights_file is not None:
             return f"{Path(user.weights_file).name}, state SHA-256 {user.state_sha256}"
@@ -485,7 +468,7 @@ class _ModuleSource(flow.ExportSource):
 @user_code(timed=False, mixed=True)
 def open_graph(reference: str | Deployable, axes: Axes | None) -> tuple[ModelSpec, ir.Model]:
     """The graph of a module with its attention fused, to count its work; nothing is written."""
-    source = _ModuleSource(reference, ExportOptions(precision="fp32"), axes)
+    source = ModuleSource(reference, ExportOptions(precision="fp32"), axes)
     source.on_step = silent
     with scratch_folder() as folder:
         model = source.graph(folder)

@@ -26,7 +26,7 @@ from mha_deploy.bundle.cases import (
     run_calls,
     write_arrays,
 )
-from mha_deploy.bundle.folder import Bundle, sha256
+from mha_deploy.bundle.folder import sha256
 from mha_deploy.bundle.manifest import LayersEntry, Manifest, Source
 from mha_deploy.bundle.sizes import MODULE_CASES, PlannedCase, sizes_name
 from mha_deploy.errors import (
@@ -38,7 +38,7 @@ from mha_deploy.errors import (
     nearest,
 )
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
-from mha_deploy.exporter.flow import ExportSource, check_plausible, export_bundle, refuse_large_error
+from mha_deploy.exporter.flow import ExportSource, check_plausible, refuse_large_error
 from mha_deploy.exporter.observe import attention_values
 from mha_deploy.exporter.samples import sample_case, sample_parts
 from mha_deploy.graph.attention_node import short_dtype
@@ -49,7 +49,7 @@ from mha_deploy.graph.roles import RANDOM
 from mha_deploy.graph.valid import inline_functions
 from mha_deploy.model.precision import PRECISIONS, find_precision
 from mha_deploy.model.spec import FLOAT, Axes, Axis, Dim, ModelSpec, ModuleSpec, TensorSpec, is_past, size_of
-from mha_deploy.options import AUTO, ExportOptions, OnStep, silent
+from mha_deploy.options import AUTO, ExportOptions
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.runner import Runner
@@ -69,31 +69,17 @@ class _Extreme(ExportError):
     """The file itself has no finite result on drawn numbers, and does in FP64."""
 
 
-def bundle_from_onnx(
-    path: Path,
-    target: Path,
-    options: ExportOptions,
-    *,
-    axes: Axes | None = None,
-    inputs: Mapping[str, np.ndarray] | None = None,
-    on_step: OnStep = silent,
-) -> Bundle:
-    """Make a bundle of an ONNX file of opset 7 or newer.
-
-    With `auto` a float32 file becomes FP16, with FP32 where FP16 overflows; other files keep their precision.
-    `axes` are ranges of symbolic dimensions; default: 1:2:8 for a leading dimension, else 1:16:64. Examples
-    of inputs are sliced or repeated at other sizes; the other inputs are drawn.
-    """
-    return export_bundle(OnnxSource(path, options, axes or {}, inputs or {}), target, on_step)
-
-
 def _part(names: Sequence[str]) -> Callable[[Arrays], Arrays]:
     """Takes the results of these names."""
     return lambda results: {name: results[name] for name in names}
 
 
 class OnnxSource(ExportSource):
-    """An ONNX file: its result in ONNX Runtime stands for the eager model, its FP64 copy is the oracle."""
+    """An ONNX file: its result in ONNX Runtime stands for the eager model, its FP64 copy is the oracle.
+
+    With `auto` a float32 file becomes FP16, with FP32 where FP16 overflows; other files keep their precision.
+    Examples of inputs are sliced or repeated at other sizes; the other inputs are drawn.
+    """
 
     spec: ModuleSpec
     draws_numbers = True  # whether inputs without an example are drawn

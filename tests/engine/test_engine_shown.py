@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 from bundle_edit import copy_of
 
+import mha_deploy as md
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.engine import manifest_path, open_engine
 from mha_deploy.errors import DeployError
-from mha_deploy.exporter.exporter import bundle_from_spec
-from mha_deploy.model.catalog import find_spec
-from mha_deploy.options import EngineOptions, ExportOptions
+from mha_deploy.options import EngineOptions
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
 REQUIRED = ("--require-fused", "--require-precision", "--backend", "ort-cpu", "--no-report", "--no-probe")
@@ -34,8 +33,7 @@ def others(bundles, rtx_engine, tmp_path_factory):
     @functools.cache
     def make(other):
         if other == "of other weights":
-            options = ExportOptions(seed=7, golden=("min",))
-            return build(bundle_from_spec(find_spec("tiny-gqa"), folder / "reseeded", options))
+            return build(md.export("tiny-gqa", folder / "reseeded", seed=7, golden=("min",)))
         if other == "of another precision":
             return rtx_engine(precision="fp32").path
         return build(open_bundle(copy_of(bundles("tiny-wide-heads"), folder / "wide")))

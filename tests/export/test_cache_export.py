@@ -8,17 +8,17 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.sizes import plan_golden
 from mha_deploy.errors import ExportError, SpecError
-from mha_deploy.exporter.exporter import bundle_from_spec, canonical_from_module, choose_opset
+from mha_deploy.exporter.exporter import canonical_from_module, choose_opset
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.canonical import check_canonical
 from mha_deploy.graph.file import load_graph
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import Axis
-from mha_deploy.options import ExportOptions
 from mha_deploy.reference import build_module
 from mha_deploy.reference.inputs import random_inputs
 from mha_deploy.runtime import open_runner
@@ -122,7 +122,7 @@ def test_a_full_call_begins_with_an_empty_cache(ragged):
 def test_a_cache_of_the_narrowest_axes_can_be_exported(tmp_path, name, ranges):
     spec = find_spec(name)
     spec = spec.with_axes({axis: Axis.parse(text, name=axis) for axis, text in ranges.items()})
-    bundle = bundle_from_spec(spec, tmp_path / "bundle", ExportOptions(precision="fp32"))
+    bundle = md.export(spec, tmp_path / "bundle", precision="fp32")
     with open_runner("ort-cpu", bundle.model_path) as runner:
         for case in golden_cases(bundle):
             got = runner.run(case.inputs)

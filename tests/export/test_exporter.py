@@ -15,11 +15,10 @@ import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import MANIFEST, MODEL, open_bundle, sha256
 from mha_deploy.errors import EXIT_BAD_INPUT, BundleError, DeployError, ExportError
-from mha_deploy.exporter.exporter import bundle_from_spec, canonical_from_module
+from mha_deploy.exporter.exporter import canonical_from_module
 from mha_deploy.graph import file as graph_file
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.layer import AttentionSpec
-from mha_deploy.options import ExportOptions
 from mha_deploy.reference import build_module, random_weights
 from mha_deploy.reference.weights import pack_projections, read_weights
 
@@ -29,7 +28,7 @@ SMALL = ("min",)  # golden cases, where the test is about something else
 
 
 def export(spec, target, **options):
-    return bundle_from_spec(spec, target, ExportOptions(**{"golden": SMALL, **options}))
+    return md.export(spec, target, **{"golden": SMALL, **options})
 
 
 def everything_in(folder):
@@ -75,7 +74,7 @@ def test_steps_of_a_file_are_counted_once_their_number_is_known(bundles, tmp_pat
 
 def test_steps_are_counted_to_the_end(one_graph, tmp_path):
     steps = []
-    bundle_from_spec(GQA, tmp_path / "b", ExportOptions(golden=SMALL), lambda *step: steps.append(step))
+    md.export(GQA, tmp_path / "b", golden=SMALL, on_step=lambda *step: steps.append(step))
     assert [(number, count) for _, number, count in steps] == [(number, 7) for number in range(7)]
     assert [name for name, _, _ in steps][-4:] == [
         "FP64 oracle",
@@ -247,7 +246,7 @@ class Interrupt:
 def interrupted(target, number, error, **options):
     interrupt = Interrupt(number, error)
     with pytest.raises(type(error)):
-        bundle_from_spec(GQA, target, ExportOptions(golden=SMALL, **options), interrupt)
+        md.export(GQA, target, golden=SMALL, on_step=interrupt, **options)
     assert interrupt.was_called
 
 
@@ -379,7 +378,7 @@ def test_options_that_mean_nothing_are_refused_and_leave_nothing(tmp_path, optio
 @pytest.mark.slow
 def test_a_bundle_of_one_fixed_shape_can_be_made(tmp_path):
     spec = AttentionSpec.from_dict({"name": "fixed", "Hq": 2, "E": 32, "axes": {"B": 1, "S": 4}})
-    bundle = bundle_from_spec(spec, tmp_path / "b")
+    bundle = md.export(spec, tmp_path / "b")
     assert [entry.name for entry in bundle.manifest.golden] == ["min"]
     assert graph_parity(bundle).passed
 
@@ -388,7 +387,7 @@ def test_a_bundle_of_one_fixed_shape_can_be_made(tmp_path):
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 def test_golden_cases_can_be_computed_on_cuda(bundles, tmp_path, precision):
     on_cpu = bundles("tiny-gqa", precision)
-    on_gpu = bundle_from_spec(GQA, tmp_path / "b", ExportOptions(precision=precision, device="cuda"))
+    on_gpu = md.export(GQA, tmp_path / "b", precision=precision, device="cuda")
     assert (on_gpu.path / MANIFEST).is_file()
     assert on_gpu.model_path.read_bytes() == on_cpu.model_path.read_bytes()
     assert graph_parity(on_gpu).passed

@@ -13,13 +13,11 @@ import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import BundleWriter, open_bundle
 from mha_deploy.errors import DeployError, ExportError
-from mha_deploy.exporter.exporter import bundle_from_factory
 from mha_deploy.exporter.own_model import load_factory, open_user_module, state_digest
 from mha_deploy.exporter.program import export_program
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import Axis, ModuleSpec
-from mha_deploy.options import ExportOptions
 from mha_deploy.reference.weights import read_state
 
 FILE = edge_models.__file__
@@ -61,7 +59,7 @@ def test_what_a_factory_must_not_give(factory, said):
 )
 def test_what_cannot_be_exported(tmp_path, factory, said):
     with pytest.raises(ExportError) as caught:
-        bundle_from_factory(f"{FILE}:{factory}", tmp_path / "bundle")
+        md.export(f"{FILE}:{factory}", tmp_path / "bundle")
     assert said in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -77,7 +75,7 @@ def test_what_cannot_be_exported(tmp_path, factory, said):
 )
 def test_a_number_that_fp16_does_not_have_is_named(tmp_path, factory):
     with pytest.raises(ExportError) as caught:
-        bundle_from_factory(f"{FILE}:{factory}", tmp_path / "bundle", ExportOptions(precision="fp16"))
+        md.export(f"{FILE}:{factory}", tmp_path / "bundle", precision="fp16")
     assert "-1e+09" in caught.value.got
     assert "edge_models.py:" in caught.value.got
     assert "--precision auto" in caught.value.hint
@@ -86,20 +84,19 @@ def test_a_number_that_fp16_does_not_have_is_named(tmp_path, factory):
 @pytest.mark.slow
 def test_a_branch_for_fp16_is_detected(tmp_path):
     with pytest.raises(ExportError, match='precision="auto"'):
-        bundle_from_factory(f"{FILE}:guarded", tmp_path / "bundle", ExportOptions(precision="fp16"))
+        md.export(f"{FILE}:guarded", tmp_path / "bundle", precision="fp16")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("factory", ["filled", "added", "guarded"])
 def test_the_default_takes_them(tmp_path, factory):
-    options = ExportOptions(golden=("opt",))
-    bundle = bundle_from_factory(f"{FILE}:{factory}", tmp_path / "bundle", options)
+    bundle = md.export(f"{FILE}:{factory}", tmp_path / "bundle", golden=("opt",))
     assert all(np.isfinite(case.eager["output"]).all() for case in golden_cases(bundle))
 
 
 def test_the_call_that_overflows_is_named(tmp_path):
     with pytest.raises(ExportError, match="overflows") as caught:
-        bundle_from_factory(f"{FILE}:large_scores", tmp_path / "bundle", ExportOptions(precision="fp16"))
+        md.export(f"{FILE}:large_scores", tmp_path / "bundle", precision="fp16")
     assert "edge_models.py:" in caught.value.got
     assert "linear" in caught.value.got
     assert "--precision auto" in caught.value.hint
@@ -116,34 +113,32 @@ def test_the_call_that_overflows_is_named(tmp_path):
 )
 def test_weights_that_are_no_numbers_are_named(tmp_path, factory, precision, weight, said):
     with pytest.raises(ExportError, match="weights") as caught:
-        bundle_from_factory(f"{FILE}:{factory}", tmp_path / "bundle", ExportOptions(precision=precision))
+        md.export(f"{FILE}:{factory}", tmp_path / "bundle", precision=precision)
     assert said in caught.value.what
     assert weight in caught.value.got
 
 
 def test_nothing_is_left_without_a_golden_case(tmp_path):
     with pytest.raises(ExportError, match="No golden case"):
-        bundle_from_factory(f"{FILE}:plain", tmp_path / "bundle", ExportOptions(golden=("large",)))
+        md.export(f"{FILE}:plain", tmp_path / "bundle", golden=("large",))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_device_is_not_ignored(tmp_path):
     with pytest.raises(ExportError, match="on the CPU"):
-        bundle_from_factory(f"{FILE}:plain", tmp_path / "bundle", ExportOptions(device="cuda"))
+        md.export(f"{FILE}:plain", tmp_path / "bundle", device="cuda")
 
 
 @pytest.mark.slow
 def test_complex_tables_stay_complex(tmp_path):
-    options = ExportOptions(golden=("opt",))
-    (case,) = golden_cases(bundle_from_factory(f"{FILE}:rotated", tmp_path / "bundle", options))
+    (case,) = golden_cases(md.export(f"{FILE}:rotated", tmp_path / "bundle", golden=("opt",)))
     with torch.no_grad():
         want = load_factory(f"{FILE}:rotated").module(torch.from_numpy(case.inputs["x"]).float()).numpy()
     assert np.linalg.norm(case.oracle["output"] - want) < 1e-2 * np.linalg.norm(want)
 
 
 def test_the_work_of_fused_attention_is_counted(tmp_path):
-    options = ExportOptions(golden=("opt",), precision="fp32")
-    bundle = bundle_from_factory(f"{FILE}:plain", tmp_path / "bundle", options)
+    bundle = md.export(f"{FILE}:plain", tmp_path / "bundle", golden=("opt",), precision="fp32")
     B, S, E = 2, 5, edge_models.E
     assert bundle.manifest.spec.flops == 2 * B * S * 3 * E**2 + 4 * B * S * S * E
 

@@ -8,12 +8,11 @@ from pathlib import Path
 import torch
 from workshop import Workshop
 
+import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.errors import DeployError
-from mha_deploy.exporter.exporter import bundle_from_spec
-from mha_deploy.model.catalog import find_spec
-from mha_deploy.options import EngineOptions, ExportOptions
+from mha_deploy.options import EngineOptions
 
 
 def share_cores(processes):
@@ -23,7 +22,7 @@ def share_cores(processes):
 
 def export(name, precision, folder):
     """Write a bundle."""
-    bundle_from_spec(find_spec(name), folder / "bundle", ExportOptions(precision=precision))
+    md.export(name, folder / "bundle", precision=precision)
 
 
 def build(workshop, name, precision, folder):

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from golden_made import made_case
 
-import mha_deploy
+import mha_deploy as md
 from mha_deploy.bundle.cases import Baseline, golden_cases
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BundleError
-from mha_deploy.exporter.exporter import bundle_from_factory
 from mha_deploy.judge import judge_case
 from mha_deploy.model.precision import find_precision
-from mha_deploy.options import ExportOptions, ValidateOptions
+from mha_deploy.options import ValidateOptions
 from mha_deploy.validation.fault import case_to_bisect, reference_for
 from mha_deploy.validation.run import validate_bundle
 
@@ -29,11 +28,11 @@ QUICK = ValidateOptions(probe=False)
 def edge_bundles(tmp_path_factory):
     """The bundle of a factory."""
     folder = tmp_path_factory.mktemp("edges")
-    options = ExportOptions(precision="fp16", golden=("opt", "min"))
+    options = {"precision": "fp16", "golden": ("opt", "min")}
 
     def made(name):
         if not (folder / name).exists():
-            bundle_from_factory(f"{FILE}:{name}", folder / name, options)
+            md.export(f"{FILE}:{name}", folder / name, **options)
         return open_bundle(folder / name)
 
     return made
@@ -66,8 +65,8 @@ def test_outputs_of_every_kind_and_rank_and_operands_by_keyword(edge_bundles):
     ],
 )
 def test_zeros_verify_nothing(tmp_path, factory, outputs, attentions):
-    options = ExportOptions(precision="fp16", golden=("opt", "min"))
-    bundle = bundle_from_factory(f"{FILE}:{factory}", tmp_path / "bundle", options)
+    options = {"precision": "fp16", "golden": ("opt", "min")}
+    bundle = md.export(f"{FILE}:{factory}", tmp_path / "bundle", **options)
     report = validate_bundle(bundle, QUICK)
     assert not report.passed
     assert "not verified" in report.headline
@@ -87,14 +86,14 @@ def test_draws_of_the_user_and_an_empty_past(edge_bundles):
 
 @pytest.mark.slow
 def test_a_mixed_graph_is_fed_what_was_drawn_first(tmp_path):
-    options = ExportOptions(golden=("opt",))
-    assert validate_bundle(bundle_from_factory(f"{FILE}:picks", tmp_path / "bundle", options), QUICK).passed
+    bundle = md.export(f"{FILE}:picks", tmp_path / "bundle", golden=("opt",))
+    assert validate_bundle(bundle, QUICK).passed
 
 
 @pytest.mark.slow
 def test_a_factory_that_computes_something_else_is_no_oracle(edge_bundles, tmp_path):
     # The weights are the same: their hash does not tell.
-    mha_deploy.configure(trust_code=True)
+    md.configure(trust_code=True)
     bundle = edge_bundles("picks")
     other = tmp_path / "edge_models.py"
     other.write_text(Path(FILE).read_text().replace("self.a(x) * SCALE", "self.a(x) * 1.1"))

@@ -8,13 +8,12 @@ from graph_parity import graph_parity
 from quantized_models import MISTAKES
 from tiny_specs import in_precisions
 
+import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
-from mha_deploy.exporter.exporter import bundle_from_spec
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.mutate import mutated, mutations
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis
-from mha_deploy.options import ExportOptions
 from mha_deploy.runtime import cpu_backend, open_runner
 from mha_deploy.validation.self_test import self_test
 
@@ -110,7 +109,7 @@ def test_only_a_mistake_that_cannot_show_is_left_out(tmp_path, layer, monkeypatc
     name, ranges, changes, hidden = NARROW[layer]
     spec = replace(find_spec(name), **changes)
     spec = spec.with_axes({axis: Axis.parse(text, name=axis) for axis, text in ranges.items()})
-    bundle = bundle_from_spec(spec, tmp_path / "bundle", ExportOptions(precision="fp32"))
+    bundle = md.export(spec, tmp_path / "bundle", precision="fp32")
     result = self_test(bundle)
     assert result.passed
     model, cases = load_graph(bundle.model_path), list(golden_cases(bundle))

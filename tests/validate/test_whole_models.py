@@ -6,8 +6,9 @@ import pytest
 from deployable_models import CASES, factory
 from whole_models import ATTENTIONS
 
+import mha_deploy as md
 from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.options import EngineOptions, ExportOptions, ValidateOptions
+from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.validation.run import validate_bundle
 
 pytest.importorskip("transformers")
@@ -19,12 +20,9 @@ MODELS = Path(__file__).parents[1] / "deployable_models.py"
 @pytest.mark.slow  # one whole model is deployed by tests/test_examples.py
 @pytest.mark.parametrize(("name", "attention"), CASES)
 def test_a_whole_model(tmp_path, monkeypatch, name, attention):
-    from mha_deploy.exporter.exporter import bundle_from_factory
-
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     reference = f"{MODELS}:{factory(name, attention)}"
-    options = ExportOptions(golden=("opt", "min", "odd"))
-    bundle = bundle_from_factory(reference, tmp_path / "bundle", options)
+    bundle = md.export(reference, tmp_path / "bundle", golden=("opt", "min", "odd"))
     assert len(bundle.manifest.attention) == bundle.manifest.spec.attention_count == ATTENTIONS[name]
     assert all(node["place"] for node in bundle.manifest.attention)
     engine = engine_from_bundle(bundle, EngineOptions(backend="tensorrt-rtx", targets="89"))
