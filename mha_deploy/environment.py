@@ -37,13 +37,6 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def _library_version(package: str) -> str | None:
-    """The version that an imported TensorRT reports of itself."""
-    modules = {"tensorrt": "tensorrt", "tensorrt-rtx-cu13": "tensorrt_rtx"}
-    version = getattr(sys.modules.get(modules.get(package, "")), "__version__", None)
-    return None if version is None else str(version)
-
-
 def can_import(module: str) -> bool:
     """Whether a module is there to be imported; nothing is imported."""
     try:
@@ -96,9 +89,12 @@ def versions(packages: tuple[str, ...] = EXPORT_PACKAGES) -> dict[str, str]:
     Of a TensorRT that was imported, the version is the library's own, as runners report it: that of the
     package may be another one.
     """
-    found = {package: _library_version(package) or installed_version(package) for package in packages}
-    own = {"mha-deploy": __version__, "python": platform.python_version()}
-    return own | {package: version for package, version in found.items() if version is not None}
+    found: dict[str, Any] = {"mha-deploy": __version__, "python": platform.python_version()}
+    for package in packages:
+        module = sys.modules.get({"tensorrt-rtx-cu13": "tensorrt_rtx"}.get(package, package))
+        own = getattr(module, "__version__", None) if package.startswith("tensorrt") else None
+        found[package] = own or installed_version(package)
+    return {package: str(version) for package, version in found.items() if version is not None}
 
 
 # -- Which runtimes, versions and GPUs are here, and what can be done with them --------------------

@@ -11,9 +11,8 @@ import ctypes
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache, wraps
 from pathlib import Path
 from threading import Thread
@@ -55,21 +54,15 @@ def side_by_side(work: Callable[[slice], T], count: int) -> list[T]:
         return list(pool.map(work, parts))
 
 
-@contextmanager
-def in_the_background() -> Iterator[Callable[[Callable[[], T]], Future[T]]]:
-    """What does some work beside this thread, one thing after the other."""
-    pool = ThreadPoolExecutor(1)
-    try:
-        yield pool.submit
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # an interruption does not wait for it
+def on_a_thread(work: Callable[[], T], *, after: Future[Any] | None = None) -> Future[T]:
+    """The result of some work that runs beside this thread; the end of the program does not wait for it.
 
-
-def on_a_thread(work: Callable[[], T]) -> Future[T]:
-    """The result of some work that runs beside this thread; the end of the program does not wait for it."""
+    It begins when what it comes `after` is done.
+    """
     future = Future[T]()
 
     def run() -> None:
+        wait([] if after is None else [after])
         try:
             future.set_result(work())
         except BaseException as error:  # noqa: BLE001 (it is raised where the result is wanted)

@@ -418,6 +418,8 @@ def test_errors_of_a_polygraphy_runner_are_ours(polygraphy_runner, tmp_path):
 def test_a_report_is_text_data_and_a_page(tiny, tmp_path):
     steps = []
     report = md.validate(tiny, latency=False, on_step=lambda *step: steps.append(step))
+    backends = {run.backend for run in report.record.parity}
+    assert report.record.runtimes == {name: name.rpartition(" ")[0] for name in backends}
     assert report.passed
     assert "outputs within budget" in report.headline
     assert report.headline in repr(report)

@@ -368,6 +368,7 @@ class TorchRunner(GpuRunner):
         check_device("cuda")
         super().__init__()
         self._models, self._baseline = models, find_baseline(baseline)
+        self.title = f"torch {baseline}"
         self.name = f"torch {'.'.join(torch.__version__.split('.')[:2])} {baseline}"
         self.graph = self._baseline.graph
         self.inputs = _tensor_infos(models.spec.inputs, models.precision)

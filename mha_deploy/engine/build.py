@@ -80,8 +80,8 @@ def engine_from_bundle(
     path: Path | None = None,
 ) -> Engine:
     """Build an engine and judge it; it is written only when it is complete, by default into its bundle."""
-    options = options or EngineOptions()
-    lowering.refuse_foreign_operators(load_graph(bundle.model_path))  # before a library of theirs is loaded
+    options, model = options or EngineOptions(), load_graph(bundle.model_path)
+    lowering.refuse_foreign_operators(model)  # before a library of theirs is loaded
     rt = load(options.backend or engines.default_backend())
     mib = options.workspace_mib
     if mib is not None and not 0 < mib <= _LARGEST_WORKSPACE_MIB:
@@ -95,11 +95,11 @@ def engine_from_bundle(
     if len(candidates) > 1:
 
         def build(path: Path, options: EngineOptions) -> Engine:
-            return _EngineBuild(bundle, rt, options, on_progress).write(path, requested=requested)
+            return _EngineBuild(bundle, model, rt, options, on_progress).write(path, requested=requested)
 
         return build_fastest_engine(bundle, options, path, candidates, build)
     chosen = candidates[0].applied_to(options)
-    return _EngineBuild(bundle, rt, chosen, on_progress).write(path, requested=requested)
+    return _EngineBuild(bundle, model, rt, chosen, on_progress).write(path, requested=requested)
 
 
 def lowered_graph(bundle: Bundle, engine: Engine, options: EngineOptions) -> ir.Model:
@@ -124,9 +124,15 @@ class _EngineBuild:
     """The build of the one engine that some options request."""
 
     def __init__(
-        self, bundle: Bundle, rt: TensorRT, options: EngineOptions, on_progress: OnStep | None
+        self,
+        bundle: Bundle,
+        model: ir.Model,
+        rt: TensorRT,
+        options: EngineOptions,
+        on_progress: OnStep | None,
     ) -> None:
-        self.bundle, self.rt, self.options, self.on_progress = bundle, rt, options, on_progress
+        self.bundle, self.model, self.rt = bundle, model, rt
+        self.options, self.on_progress = options, on_progress
         self.spec, self.precision = bundle.manifest.spec, bundle.manifest.precision.name
         self.plugins: list[Any] = [find_plugins(rt).record()] if options.attention == PLUGIN else []
         default = engines.default_profiles(self.spec, one=not rt.can.shared_profiles)
@@ -136,15 +142,14 @@ class _EngineBuild:
     def write(self, path: Path, *, requested: str) -> Engine:
         """Lower, build and judge the engine, and write it with its manifest; `requested` is the attention."""
         rt, options, profiles = self.rt, self.options, len(self.ranges)
-        model = load_graph(self.bundle.model_path)
-        lowered, answers = lowering.lower_for(rt, model, options, self.ranges)
+        lowered, answers = lowering.lower_for(rt, self.model, options, self.ranges)
         # As a file: weights that do not fit in memory twice are read from disk.
         with temporary_folder(self.bundle.path.resolve() / "lowered") as folder:
             save_graph(lowered, folder / "model.onnx")
             request = self._request(folder / "model.onnx", lowered)
             built, first = self._build_running(request)
         built = with_plugin_roles(built, lowered, first.attends_in_fp8)
-        verdict = judge_engine(built, lowered, model, self.precision, profiles)
+        verdict = judge_engine(built, lowered, self.model, self.precision, profiles)
         findings = dict.fromkeys(finding for answer in answers for finding in answer.findings)
         names = engines.profile_names(self.spec, self.ranges)
         in_place = noted_caches(lowered, IN_PLACE_NOTE) if self.plugins else {}

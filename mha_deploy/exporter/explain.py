@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import linecache
 import logging
 import math
 import re
@@ -282,14 +281,13 @@ def explain_failure(error: Exception, name_of: SizeNames, trace_again: Callable[
         hint = "a wrapper that returns tensors, or an option of the module such as use_cache=False"
         return ExportError(what, got=unknown[1], hint=hint)
     if not about_sizes:
-        place = own_line(traceback.extract_tb(error.__traceback__))
+        frame = _own_frame(traceback.extract_tb(error.__traceback__))
         cause = _SYMBOL.sub(lambda match: listener.axes.get(match[0], match[0]), first_cause(error))
         remedy, about_types = _remedy(text), _blames_types(text, cause)
-        file, _, line = place.removesuffix(": ").rpartition(":")
-        if line and _RANGE_GUARD.search(linecache.getline(file, int(line))):  # which is in FP16 only
+        if frame is not None and _RANGE_GUARD.search(frame.line or ""):  # which is in FP16 only
             remedy = "--precision auto: it traces the module in float32, without its branches for FP16"
             about_types = False
-        got, what = f"{place}{cause[:_LONGEST]}", "PyTorch could not trace the module."
+        got, what = f"{_line_of(frame)}{cause[:_LONGEST]}", "PyTorch could not trace the module."
         return ExportError(what, got=got, hint=remedy, about_types=about_types)
     if constants := dict(_CONSTANT.findall(text)):
         axes, places = " and ".join(constants), listener.places
@@ -370,12 +368,20 @@ def _not_for_all_sizes(text: str, name_of: SizeNames, places: dict[str, str]) ->
 
 def own_line(frames: Sequence[traceback.FrameSummary]) -> str:
     """The innermost line that is neither Python's nor PyTorch's nor ours, as `file:line: `, or nothing."""
+    return _line_of(_own_frame(frames))
+
+
+def _own_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     for frame in reversed(frames):
         path = Path(frame.filename)
         is_foreign = path.parent in _PYTHON or not {_PACKAGE, _TORCH}.isdisjoint(path.parents)
         if not is_foreign and path.is_file():
-            return f"{frame.filename}:{frame.lineno}: "
-    return ""
+            return frame
+    return None
+
+
+def _line_of(frame: traceback.FrameSummary | None) -> str:
+    return "" if frame is None else f"{frame.filename}:{frame.lineno}: "
 
 
 class _Listener(logging.Handler):

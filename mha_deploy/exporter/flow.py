@@ -288,18 +288,18 @@ def export_bundle(source: ExportSource, target: Path, on_step: OnStep) -> Bundle
             write_polygraphy(folder / "golden" / "polygraphy", cases)
         layers, traces = source.layers(cases, folder), _write_trace(source, folder)
         source.step("what the outputs show")
-        coarse = CoarseMistakes()
+        coarse, written = CoarseMistakes(), load_graph(folder / MODEL)
         if not source.spec.draws_probes:
-            coarse = coarse_mistakes(load_graph(folder / MODEL), cases, source.precision, source.unfused)
+            coarse = coarse_mistakes(written, cases, source.precision, source.unfused)
         for index, case in enumerate(cases):
             if case.name == coarse.case and coarse.suspects:
                 cases[index] = replace(case, suspects=coarse.suspects)
                 write_case(folder / golden[index].file, cases[index])
                 outputs = {mistake: list(each.changes) for mistake, each in coarse.suspects.items()}
                 golden[index] = structs.replace(golden[index], suspects=outputs)
-        observed = observe(load_graph(folder / MODEL), cases, source.precision, source.unfused, coarse)
+        observed = observe(written, cases, source.precision, source.unfused, coarse)
         source.step("hashes")
-        attention = [node.describe() for node in attention_nodes(load_graph(folder / MODEL))]
+        attention = [node.describe() for node in attention_nodes(written)]
         if source.places is not None:
             attention = [node | {"place": source.places.get(node["name"])} for node in attention]
         return writer.finish(

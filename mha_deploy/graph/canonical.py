@@ -35,8 +35,15 @@ _FLOATS = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOA
 
 def check_canonical(path: Path, spec: ModelSpec, precision: Precision) -> list[str]:
     """Check that a file is the canonical graph of a spec, else an ExportError; return what was checked."""
-    model = _load_checked(path)
-    return ["onnx.checker with strict shape inference", *check_described(spec, model, precision)]
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ExportError(
+            "The exported file is not valid ONNX.",
+            got=str(error).strip(),
+            hint="another --opset, or another version of PyTorch",
+        ) from error
+    return ["onnx.checker with strict shape inference", *check_described(spec, load_graph(path), precision)]
 
 
 @singledispatch
@@ -156,18 +163,6 @@ def _cache_of(attention: ir.Node) -> str:
     caches = [input_at(made_by(value, "TensorScatter"), 0) for value in updated]
     counted = input_at(attention, an.NONPAD_KV_SEQLEN) is not None
     return "preallocated" if counted and are(caches, updated) else "none"
-
-
-def _load_checked(path: Path) -> ir.Model:
-    try:
-        onnx.checker.check_model(str(path), full_check=True)
-    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        raise ExportError(
-            "The exported file is not valid ONNX.",
-            got=str(error).strip(),
-            hint="another --opset, or another version of PyTorch",
-        ) from error
-    return load_graph(path)
 
 
 def _check_interface(model: ir.Model, spec: ModelSpec, precision: Precision) -> None:

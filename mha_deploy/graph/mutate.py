@@ -491,6 +491,9 @@ _MUTATIONS: dict[str, Callable[[_Site], None]] = {
     "NaN": _not_a_number,
 }
 
+_OF_SCALE = "scale off by 0.5 %", "scale off by 4 %", "scale missing"
+_OF_CAUSALITY = "causal dropped", "causal off by one", "causal leak in one query"
+_OF_ROTARY = "rotary dropped", "rotary off by one", "rotary off by one on the last key"
 IN_CACHES = "past forgotten", "cache off by one", "newest entry zero", "entry one slot late", "stale entries"
 """The mutations that show while tokens are decoded one by one."""
 
@@ -542,21 +545,18 @@ def _without_effect_on(spec: AttentionSpec) -> frozenset[str]:
     if spec.mask in ("padding", "additive"):
         mask_hides = spec.mask == "padding" or visible > 1
     in_rotated = keys > 1 and (visible > 1 or spec.cache != "none")
-    scales, causality, rotary = (
-        [name for name in _MUTATIONS if name.startswith(first)] for first in ("scale", "causal", "rotary")
-    )
     needs = {
         # The softmax of one score is 1, whatever the score.
-        **dict.fromkeys((*scales, "softcap dropped", "groups interleaved"), visible > 1),
+        **dict.fromkeys((*_OF_SCALE, "softcap dropped", "groups interleaved"), visible > 1),
         "mask dropped": mask_hides,
         "mask off by one": keys > 1 and mask_hides,
         # The last token of a call has no later key.
-        **dict.fromkeys(causality, new > 1),
+        **dict.fromkeys(_OF_CAUSALITY, new > 1),
         # Where every call fills the cache, nothing is later or was there before.
         "entry one slot late": past > 0,
         "past forgotten": past > 0,
         "cache off by one": past > (1 if spec.cache == "dynamic" else 0),
         # Keys are in the cache as well as in the scores. At position 0 nothing is rotated.
-        **dict.fromkeys(rotary, in_rotated),
+        **dict.fromkeys(_OF_ROTARY, in_rotated),
     }
     return frozenset(mutation for mutation, shows in needs.items() if not shows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -82,6 +81,7 @@ class ModelResult(Struct, frozen=True, kw_only=True):
     parity: tuple[ParityReport, ...] | None = None
     decode: tuple[DecodeRecord, ...] | None = None
     invariance: tuple[InvarianceCheck, ...] | None = None
+    runtimes: dict[str, str] | None = None
     conformance: ConformanceTable | None = None
     range: RangeReport | None = None
     engines: tuple[EngineRecord, ...] | None = None
@@ -326,6 +326,9 @@ def _measure(result: ModelResult, names: Mapping[str, str]) -> Measured:
     for subject, value in _environment(result, names):
         if value:
             yield "environment", subject, _as_measurement("text", "", value)
+    for attribute, value in _spec(result).items():
+        if attribute != "axes" and str(value):
+            yield "environment", f"model: {attribute}", _as_measurement("text", _MODEL, str(value))
 
 
 def _measure_verdict(result: ModelResult) -> Measured:
@@ -338,7 +341,7 @@ def _measure_verdict(result: ModelResult) -> Measured:
 def _measure_errors(result: ModelResult, rebuilds: Mapping[str, Any]) -> Measured:
     """The error of every output, and the sizes that it was measured at."""
     for run in result.parity or ():
-        owner = _without_version(run.backend)
+        owner = _runtime(result, run.backend)
         for each in run.verdicts or ():
             noise = _rebuild_span(rebuilds.get(run.backend), "errors", f"{each.case}/{each.output}")
             yield "error", f"{owner}, {run.cases}: {each.case}/{each.output}", _share(owner, each, noise)
@@ -349,7 +352,7 @@ def _measure_errors(result: ModelResult, rebuilds: Mapping[str, Any]) -> Measure
 
 def _measure_decoding(result: ModelResult) -> Measured:
     for decoded in result.decode or ():
-        owner = _without_version(decoded.backend)
+        owner = _runtime(result, decoded.backend)
         trace = f"{owner}: {decoded.trace}"
         yield "decode", trace, _share(owner, decoded)
         yield "coverage", f"{trace}, decode steps", _count(owner, decoded.steps)
@@ -362,12 +365,11 @@ def _measure_decoding(result: ModelResult) -> Measured:
 def _measure_checks(result: ModelResult) -> Measured:
     """Batch invariance, the semantics of masks, and the range of FP16."""
     for check in result.invariance or ():
-        owner = _without_version(check.backend)
+        owner = _runtime(result, check.backend)
         subject = f"{owner}: {check.check} {check.case}, {check.detail or ''}".strip(" ,")
         yield "invariance", subject, _share(owner, check)
     for mask in result.conformance.rows if result.conformance else ():
-        for runtime, cell in () if mask.diagnostic else mask.cells.items():
-            owner = _without_version(runtime)
+        for owner, cell in () if mask.diagnostic else mask.cells.items():
             yield "conformance", f"{owner}: {mask.case}", _as_measurement("status", owner, cell.status)
     for node in result.range.nodes if result.range else ():
         yield "range", node.node or "", _as_measurement("status", "FP16 range", node.status)
@@ -395,7 +397,7 @@ def _measure_contents(result: ModelResult) -> Measured:
     axes = _spec(result).get("axes")
     for axis, sizes in (axes if isinstance(axes, dict) else {}).items():
         span = ":".join(map(str, sizes.values())) if isinstance(sizes, dict) else str(sizes)
-        yield "coverage", f"axis {axis}", _as_measurement("range", "model", span)
+        yield "coverage", f"axis {axis}", _as_measurement("range", _MODEL, span)
 
 
 def _measure_load(result: ModelResult, names: Mapping[str, str]) -> Measured:
@@ -442,22 +444,19 @@ def _measure_engine(engine: EngineRecord, name: str) -> Measured:
         yield "build time", name, Measurement("growth", owner, engine.seconds, shown, noise)
 
 
-_OF_MODEL = "model: "
+_MODEL = "model"  # the owner of its attributes
 
 
 def _environment(result: ModelResult, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     yield "weights", result.model.weights if result.model else ""
     yield "bundle", result.model.bundle_sha256[:12] if result.model else ""
-    for attribute, value in _spec(result).items():
-        if attribute != "axes":
-            yield f"{_OF_MODEL}{attribute}", str(value)
     for engine in result.engines or ():
         name = names.get(engine.name, engine.name)
         yield f"{name}: built by", f"{engine.backend} {engine.version}"
         yield f"{name}: attention", engine.attention or ""
         yield f"{name}: plugins", ", ".join(engine.plugins or ())
     # A budget for accumulation in FP16 is wider: the same error is then judged less strictly.
-    kinds = {_without_version(run.backend): run.accumulation.type for run in result.parity or ()}
+    kinds = {_runtime(result, run.backend): run.accumulation.type for run in result.parity or ()}
     for backend, kind in kinds.items():
         yield f"{backend}: accumulates in", kind
     here = result.environment
@@ -535,9 +534,9 @@ def _tails(owner: str, row: LatencyRowRecord) -> Iterator[tuple[str, Measurement
                 yield tail, Measurement("tail", owner, values, f"{short(value)} µs", **kind)
 
 
-def _without_version(backend: str) -> str:
+def _runtime(result: ModelResult, backend: str) -> str:
     """A runtime's name without its version, which is what an upgrade changes."""
-    return re.sub(r"\s*\bv?\d+(\.\d+)+\S*", "", backend).strip()
+    return (result.runtimes or {}).get(backend, backend)
 
 
 def _rebuild_span(rebuilds: Any, figure: str, of: str = "") -> float:
@@ -905,6 +904,8 @@ def _not_the_same(old: ModelResult, new: ModelResult) -> dict[str, tuple[str, st
     if models[0] != models[1]:
         found["model"] = models[0], models[1]
     elif differing := sorted(key for key in own if one[key] != two[key]):
+        if one.get("summary") != two.get("summary"):
+            differing = ["summary", *differing]
         found["model"] = _attributes(one, differing), _attributes(two, differing)
     if old.precision != new.precision:
         found["precision"] = old.precision, new.precision
@@ -915,11 +916,10 @@ def _not_the_same(old: ModelResult, new: ModelResult) -> dict[str, tuple[str, st
 
 
 def _attributes(spec: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Attributes of a model, for a reader: what it is in words first, of a hash the beginning."""
-    words = [spec["summary"]] if "compressed" in str(spec.get("summary")) else []
-    hashed = {name: str(spec[name])[:12] for name in names if name == "state_sha256"}
-    texts = [f"{name} {spec[name]}" for name in names if name not in hashed]
-    return ", ".join([*words, *texts, *(f"weights {digest}" for digest in hashed.values())])
+    """Attributes of a model, for a reader; of a hash the beginning."""
+    digest = f"weights {str(spec.get('state_sha256'))[:12]}"
+    words = {"summary": str(spec.get("summary") or ""), "state_sha256": digest}
+    return ", ".join(filter(None, (words.get(name, f"{name} {spec.get(name)}") for name in names)))
 
 
 def _gpu_of(result: ModelResult) -> str:
@@ -1048,7 +1048,11 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
     before, after = measurements(old), measurements(new, names)
     found = [*_gap_changes(old, new, names)]
     other = _not_the_same(old, new)
-    skipped = (_OF_MODEL,) if old.name != new.name else ()  # all attributes of another model
+    is_other = old.name != new.name  # all attributes of which differ
+
+    def is_skipped(section: str, item: Measurement) -> bool:
+        return is_other and section == "environment" and item.owner == _MODEL
+
     found += [Change("environment", what, NOT_COMPARABLE, *values) for what, values in other.items()]
     gone = sorted(
         {each.name for each in engines[0]} - {names.get(each.name, each.name) for each in engines[1]}
@@ -1063,10 +1067,10 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
                 level, why = NOT_COMPARABLE, f"another {next(iter(other))}"
             elif section == "verdict" and level is IMPROVEMENT and gone:
                 level, why = CHANGED, f"engine {', '.join(gone)} is gone"
-            elif section == "environment" and (subject in other or subject.startswith(skipped)):
+            elif is_skipped(section, first) or (section == "environment" and subject in other):
                 continue
             found.append(Change(section, subject, level, first.shown, second.shown, why))
-        elif first.kind == "tail" or subject.startswith(skipped):  # the median is missing, too
+        elif first.kind == "tail" or is_skipped(section, first):  # the median is missing, too
             continue
         elif section in _FIGURES:
             found.append(Change(section, subject, CHANGED, first.shown, NOTHING))
@@ -1076,10 +1080,10 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
             reported.add(first.owner)
             found.append(Change("coverage", first.owner, lost, "present", "absent", _GONE))
     for (section, subject), item in after.items():
-        if (section, subject) not in before and not subject.startswith(skipped):
+        if (section, subject) not in before and not is_skipped(section, item):
             level, why = _judge_alone(section, item)
             found.append(Change(section, subject, level, NOTHING, item.shown, why))
-    if old.name != new.name:  # neither has the axes, cases and gaps of the other
+    if is_other:  # neither has the axes, cases and gaps of the other
         why, unrated = "another model", _depends_on(other)
         found = [
             replace(each, level=NOT_COMPARABLE, why=why)

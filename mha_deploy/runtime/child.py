@@ -559,7 +559,7 @@ def _open_in_child(
     open_runner: Callable[..., Runner], arguments: tuple[Any, ...]
 ) -> tuple[bool, int, dict[str, Any]]:
     runner = open_runner(*arguments)
-    return isinstance(runner, ProfiledRunner), *_kept(runner, "name device can_decode inputs outputs")
+    return isinstance(runner, ProfiledRunner), *_kept(runner, "name title device can_decode inputs outputs")
 
 
 def _open_decode_loop(runner: Any, B: int, T: int | None) -> tuple[int, dict[str, Any]]:

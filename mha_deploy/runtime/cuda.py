@@ -28,6 +28,10 @@ class CudaError(DeployError):
     """A call to the CUDA runtime failed."""
 
 
+class OldDriver(CudaError):
+    """There is no driver, or it is older than the CUDA runtime."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
     """The GPU in use: the first that is visible to CUDA in this process."""
@@ -60,7 +64,8 @@ def _call(function: str, *arguments: Any) -> Any:
     api = _runtime() if function.startswith("cuda") else _driver()
     status, *results = getattr(api, function)(*arguments)
     if int(status) != 0:
-        raise CudaError(
+        is_old = function.startswith("cuda") and status == api.cudaError_t.cudaErrorInsufficientDriver
+        raise (OldDriver if is_old else CudaError)(
             f"{function} failed.",
             got=getattr(status, "name", status),
             hint="nvidia-smi shows the state of the GPU and its memory",
@@ -79,7 +84,7 @@ def open_gpu() -> Gpu:
     try:
         count = _call("cudaGetDeviceCount")
     except CudaError as error:
-        if error.got == "cudaErrorInsufficientDriver":
+        if isinstance(error, OldDriver):
             hint = "a machine with an NVIDIA GPU and its driver"
             if Path("/proc/driver/nvidia").exists():
                 hint = "a newer NVIDIA driver, or cuda-bindings 12 where the driver is older than CUDA 13"

@@ -664,6 +664,7 @@ class ServerRunner(Runner):
         self.bundle_sha256 = served.string_value if served is not None and served.string_value else None
         named = config.parameters.get(RUNS_PARAMETER)
         self.runs = printable(named.string_value)[:_LONGEST_NAME] if named and named.string_value else None
+        self.title = f"{server.name} {self.model}"
         self.name = f"{server.name} {server.version}".strip() + f" {self.model}"
         # Triton has no tensor without dimensions: a number for each batch element is sent as [B, 1].
         self._numbers = {

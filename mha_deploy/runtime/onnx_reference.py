@@ -37,7 +37,7 @@ class OnnxReferenceRunner(Runner):
         with foreign_errors("The reference evaluator cannot load the graph."):
             self._evaluator = evaluator_of(graph)
         proto = self._evaluator.proto_
-        self.name = f"onnx-reference {onnx.__version__}"
+        self.title, self.name = "onnx-reference", f"onnx-reference {onnx.__version__}"
         self.inputs = {value.name: _tensor_info(value) for value in proto.graph.input}
         self.outputs = {value.name: _tensor_info(value) for value in proto.graph.output}
 

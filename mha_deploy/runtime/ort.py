@@ -132,7 +132,7 @@ class OrtCpuRunner(Runner):
                 got=first_line(error),
                 hint="--backend onnx-reference, or another version of ONNX Runtime",
             ) from error
-        self.name = f"ort-cpu {ort.__version__}"
+        self.title, self.name = "ort-cpu", f"ort-cpu {ort.__version__}"
         self.inputs, self.outputs = inputs_and_outputs(self._session)
         if any(info.dtype.name == "bfloat16" for info in (*self.inputs.values(), *self.outputs.values())):
             raise BackendUnavailable(_NO_KERNEL, got="an input or output of the graph", hint=_NO_BFLOAT16)
@@ -324,7 +324,8 @@ class OrtCudaRunner(DecodingRunner):
         self._model = lower(graph_of(model), dialect)
         self._serialized = ir.to_proto(self._model).SerializeToString()
         self.graph = cuda_graph
-        self.name = f"ort-cuda{'' if dialect == 'onnx' else f'-{dialect}'} {ort.__version__}"
+        self.title = f"ort-cuda{'' if dialect == 'onnx' else f'-{dialect}'}"
+        self.name = f"{self.title} {ort.__version__}"
         self.stream = Stream()
         try:
             self.session = self.open_session(capture=False)

@@ -69,6 +69,7 @@ class Runner(Closing, ABC):
     """A model loaded into one runtime; a context manager that owns the runtime's resources."""
 
     name: str  # the backend, with its version
+    title: str = ""  # the same without its version; default: the name
     inputs: Mapping[str, TensorInfo]
     outputs: Mapping[str, TensorInfo]
     axes: Mapping[str, Axis] = {}  # of a bundle, the ranges that it was exported for

@@ -25,7 +25,7 @@ from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import KernelTime, Timing, TimingPlan
 from mha_deploy.status import Kind, Outcome, Reason
 from mha_deploy.text import reason_text
-from mha_deploy.threads import in_the_background
+from mha_deploy.threads import on_a_thread
 from mha_deploy.validation.decode import DecodeReport, admits, evaluate_trace
 from mha_deploy.validation.error_map import MAPPED_RANKS, Heatmap, OutputProjection, heatmap
 from mha_deploy.validation.invariance import InvarianceCheck, invariance_from_runner
@@ -218,6 +218,8 @@ class Evaluation:
 
     runtime: Runtime  # what was run
     backend: str  # the runner's own name, with its version
+    # What has verdicts, such as the runner, by name: the same without its version
+    titles: Mapping[str, str] = field(default_factory=dict)
     # The cases it was judged on, by kind
     cases: Mapping[str, Sequence[GoldenCase]] = field(default_factory=dict, repr=False)
     outside: tuple[str, ...] = ()  # names of the cases and traces that its profiles do not admit
@@ -284,20 +286,21 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnName = silent) -
                 plan = plan.complete(plan)
                 yield from ((kind, drawn) for kind, drawn in plan.cases.items() if kind not in first)
 
-        with in_the_background() as later:  # a case is judged while the next one is drawn, or runs
-            for kind, given in by_kind():
-                # The profiles of an engine may be narrower than the layer's axes.
-                cases[kind], judged[kind] = [], []
-                for case in given:
-                    if not admits(runner, case.inputs):
-                        outside.append(case.name)
-                        continue
-                    on_step(Step(runtime.name, case.name))
-                    cases[kind].append(case)
-                    judged[kind].append(later(_run(runtime, runner, case, plan, heatmaps)))
-                    if kind != "golden" or plan.complete is None:  # those are small
-                        wait(judged[kind][:-1])  # no more than two cases are held
-            wait([each for futures in judged.values() for each in futures])
+        last: Future[list[OutputVerdict]] | None = None
+        for kind, given in by_kind():
+            # The profiles of an engine may be narrower than the layer's axes.
+            cases[kind], judged[kind] = [], []
+            for case in given:
+                if not admits(runner, case.inputs):
+                    outside.append(case.name)
+                    continue
+                on_step(Step(runtime.name, case.name))
+                cases[kind].append(case)
+                # A case is judged while the next one is drawn, or runs.
+                last = on_a_thread(_run(runtime, runner, case, plan, heatmaps), after=last)
+                judged[kind].append(last)
+                if kind != "golden" or plan.complete is None:  # those are small
+                    wait(judged[kind][:-1])  # no more than two cases are held
         for kind, futures in judged.items():
             verdicts = [verdict for each in futures for verdict in each.result()]
             if verdicts:
@@ -330,6 +333,7 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnName = silent) -
         return Evaluation(
             runtime=runtime,
             backend=runner.name,
+            titles={runner.name: runner.title or runner.name},
             cases=cases,
             outside=tuple(outside),
             parity=tuple(parity),

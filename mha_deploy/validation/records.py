@@ -277,6 +277,7 @@ class ReportRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     invariance: Annotated[
         tuple[InvarianceCheck, ...], means("whether results depend on what must not matter")
     ]
+    runtimes: Annotated[dict[str, str], means("of every `backend` above, its name without its version")] = {}
     conformance: Annotated[
         ConformanceTable | None, means("masks as ONNX defines them; null where it was not requested")
     ]

@@ -313,12 +313,12 @@ class _Validator:
     def _evaluate_subjects(self, plan: EvaluationPlan) -> list[Evaluation]:
         """What was given to be judged; one that does not fit the model, or cannot run, is an error."""
         plan = self._with_drawn_cases(plan, ())
-        return list(filter(None, [self._try_runtime(each.runtime, plan) for each in self.subjects]))
+        return list(filter(None, [self._evaluate(each.runtime, plan) for each in self.subjects]))
 
     def _evaluate_named(self, named: Sequence[Runtime], plan: EvaluationPlan) -> list[Evaluation]:
         """The runtimes that were requested; one that cannot run is an error."""
         plan = self._with_drawn_cases(plan, [each for each in named if each.engine is not None])
-        return list(filter(None, [self._try_runtime(runtime, plan) for runtime in named]))
+        return list(filter(None, [self._evaluate(runtime, plan) for runtime in named]))
 
     def _evaluate_graph_and_engines(self, plan: EvaluationPlan, build: Build | None) -> list[Evaluation]:
         """The graph in a runtime that can be trusted, then the engines that were built from it."""
@@ -337,14 +337,14 @@ class _Validator:
             self.finder.look_for_engines()
         engines = self.finder.running_engines()
         plan = self._with_drawn_cases(plan, engines) if engines else plan
-        return list(filter(None, [graph, *(self._try_runtime(engine, plan) for engine in engines)]))
+        return list(filter(None, [graph, *(self._evaluate(engine, plan) for engine in engines)]))
 
     def _evaluate_graph(self, plan: EvaluationPlan) -> Evaluation | None:
         """The graph in the first runtime that loads it; None where all of them crash."""
         candidates = self.finder.graphs()
         for runtime in candidates:
             try:
-                if (evaluated := self._try_runtime(runtime, plan)) is not None:
+                if (evaluated := self._evaluate(runtime, plan)) is not None:
                     return evaluated
             except DeployError as error:
                 if runtime is candidates[-1] and not self.broken:
@@ -354,13 +354,17 @@ class _Validator:
         known = [runtime.name for runtime in candidates]
         return None if ONNX_REFERENCE in known else self._evaluate(self.finder.named(ONNX_REFERENCE), plan)
 
-    def _try_runtime(self, runtime: Runtime, plan: EvaluationPlan) -> Evaluation | None:
+    def _evaluate(self, runtime: Runtime, plan: EvaluationPlan) -> Evaluation | None:
         """Evaluate a runtime; one that crashes while it loads the model has failed, and the others go on.
 
         So has an engine that fits this machine and cannot be loaded, unless it was requested by name.
         """
+        # A graph on the CPU is checked there, not timed.
+        on_cpu = (runtime.graph_backend or runtime.name) in CPU_RUNNERS
+        plan = replace(plan, timed=()) if on_cpu else plan
         try:
-            return self._evaluate(runtime, plan)
+            evaluation = evaluate.evaluate(runtime, plan, self.on_step)
+            layers = self._layer_parity(runtime) if plan.cases else None
         except DeployError as error:
             may_fail = runtime.engine is not None and not self.options.backends
             if not may_fail and not isinstance(error, RuntimeCrash):
@@ -368,13 +372,7 @@ class _Validator:
             found = Unavailable(name=runtime.name, reason=error.in_one_line)
             (self.finder.absent if isinstance(error, BackendUnavailable) else self.broken).append(found)
             return None
-
-    def _evaluate(self, runtime: Runtime, plan: EvaluationPlan) -> Evaluation:
-        # A graph on the CPU is checked there, not timed.
-        on_cpu = (runtime.graph_backend or runtime.name) in CPU_RUNNERS
-        plan = replace(plan, timed=()) if on_cpu else plan
-        evaluation = evaluate.evaluate(runtime, plan, self.on_step)
-        if layers := self._layer_parity(runtime) if plan.cases else None:
+        if layers is not None:
             evaluation = replace(evaluation, parity=(*evaluation.parity, layers))
             if wrong := next((verdict for verdict in layers.verdicts if verdict.is_wrong), None):
                 problem = f"{wrong.case}/{wrong.output}: {wrong.problem}"

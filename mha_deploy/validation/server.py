@@ -105,6 +105,7 @@ class _ServerValidation:
         evaluation = Evaluation(
             runtime=Runtime(name=runner.model, family=SERVER, open=lambda: runner),
             backend=runner.name,
+            titles={self._label(each): self._label(each, title=True) for each in (1, *options.clients)},
             cases={"golden": golden},
             parity=tuple(parity),
             decode_reports=tuple(decode),
@@ -123,8 +124,9 @@ class _ServerValidation:
             counts.append(whole * max(1, -(-longest // trace.length)))
         return (1 << 20) + 32 * max(counts, default=0)
 
-    def _label(self, clients: int) -> str:
-        return self.runner.name + (f", {clients} clients" if clients > 1 else "")
+    def _label(self, clients: int, *, title: bool = False) -> str:
+        runner = self.runner.title if title else self.runner.name
+        return runner + (f", {clients} clients" if clients > 1 else "")
 
     def _parity(self, verdicts: Sequence[OutputVerdict], cases: str, clients: int = 1) -> ParityReport:
         return parity_from_verdicts(

@@ -202,7 +202,8 @@ class FittedRunner(Runner):
 
     def __init__(self, runner: Runner, name: str, how: Fit, names: Names, *, keep_open: bool = False) -> None:
         self.runner, self.how, self.device, self._names = runner, how, runner.device, names
-        self.name, self._title, self._keep_open = runner.name, name, keep_open
+        self.name, self.title = runner.name, runner.title
+        self._title, self._keep_open = name, keep_open
         self.untimed, self.timed_by = runner.untimed, runner.timed_by
         self.inputs = {own: self._info(runner.inputs[by], own) for own, by in how.inputs.items()}
         self.outputs = {own: self._info(runner.outputs[by], own) for own, by in how.outputs.items()}

@@ -112,6 +112,7 @@ class Validation:
             heatmaps=tuple(heat for each in self.evaluations for heat in each.heatmaps),
             decode=tuple(report.record for each in self.evaluations for report in each.decode_reports),
             invariance=tuple(check for each in self.evaluations for check in each.invariance),
+            runtimes={name: title for each in self.evaluations for name, title in each.titles.items()},
             conformance=self.conformance,
             range=self.ranges,
             fault=self.fault,

@@ -61,6 +61,7 @@ def passing():
             invariance("batch size", "not applicable: no other batch is allowed", bitwise=False, share=None)
             | {"case": "", "backend": "ort-cpu 1.31.1", "outcome": "not verified"},
         ],
+        "runtimes": {"ort-cpu 1.31.1": "ort-cpu", "tensorrt 8.6.1": "tensorrt"},
         "conformance": conformance(),
         "range": fp16_range(),
         "fault": None,

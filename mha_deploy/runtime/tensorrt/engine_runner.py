@@ -347,7 +347,7 @@ class TensorRTRunner(DecodingRunner):
     ) -> None:
         super().__init__()
         self.rt, self._plan_bytes, self.large_tensors = rt, len(plan), large_tensors
-        self.name = f"{rt.backend} {rt.version}"
+        self.title, self.name = rt.backend, f"{rt.backend} {rt.version}"
         self.graph = cuda_graph
         self.why_no_graph: str | None = (
             None  # where a call could not be recorded: all run without a graph then
