@@ -618,6 +618,18 @@ def test_a_mask_of_numbers_that_masks_scores_by_a_condition_and_weights_as_a_fac
     np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_triangle_of_numbers_that_masks_scores_by_a_condition_and_weights_as_a_factor(cut):
+    g = Hand((B, H, "S" if cut else S, D))
+    mask = g.const(np.tri(9 if cut else S, dtype=np.float32))
+    if cut:
+        size = g.op("Shape", "q", start=2, end=3)
+        mask = g.op("Slice", mask, g.ints(0, 0), g.op("Concat", size, size, axis=0), g.ints(0, 1))
+    masked = g.op("Where", g.cast(mask, BOOL), g.scores(), g.const(-1e18))
+    report = check_same(g.model(g.op("MatMul", g.op("Mul", g.op("Softmax", masked), mask), "v")))
+    assert ([each.causal for each in report.fused], report.unfused) == ([True], ())
+
+
 def weakly_renormalised(g):
     weights = g.op("Mul", g.op("Softmax", g.scores()), ones(g))
     return g.op("MatMul", g.op("Div", weights, g.op("Add", total(g, weights), g.const(1e-3))), "v")

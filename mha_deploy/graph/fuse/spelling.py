@@ -384,14 +384,17 @@ def _masked(
 
 
 def _condition(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
-    """Where a computed tensor of two numbers has one of them: `mask.astype(bool)`, `mask > 0.5`."""
+    """Where a tensor of two numbers has one of them: `mask.astype(bool)`, `mask > 0.5`."""
     output, numbers = node.outputs[0], [scalar_of(each) for each in node.inputs]
     if output.dtype != ir.DataType.BOOL or numbers.count(None) != 1:
         return None
     mask = node.inputs[numbers.index(None)]
     inner = None if mask is None or mask.dtype == output.dtype else _choice(mask, builder)
-    buffer = any(is_op(each, "Constant") for each in builder.nodes)  # whose copy the file would have as well
-    if inner is None or buffer or sizes_of(mask) != sizes_of(output):
+    if mask is None or inner is None or sizes_of(mask) != sizes_of(output):
+        return None
+    # The file would have a copy of a constant as well: only where the mask is a factor of weights, too.
+    copied = any(is_op(each, "Constant") for each in builder.nodes)
+    if copied and not any(is_op(use.node, "Mul") for use in mask.uses()):
         return None
     given = ([number if each is None else each for each in numbers] for number in inner[1:])
     first, second = (bool(_COMPARED[node.op_type](*each)) for each in given)
