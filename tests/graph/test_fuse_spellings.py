@@ -897,6 +897,36 @@ def test_the_weights_of_two_heads_together():
     assert (len(report.fused), report.unfused) == (1, ())
 
 
+def gated(g, weights, values):
+    return g.op("MatMul", g.op("Mul", weights, g.cast(g.input("gates", (1, H, "S", 1)), HALF)), values)
+
+
+def averaged_over_heads(g, weights, values):
+    return g.op(
+        "MatMul", g.op("ReduceMean", weights, g.ints(1)), g.op("Slice", values, *map(g.ints, (0, 1, 1)))
+    )
+
+
+def less_another_head(g, weights, values):
+    first, second = (g.op("Gather", weights, g.const(at, np.int64), axis=1) for at in (0, 1))
+    both = g.op("Sub", first, g.op("Mul", g.cast(g.const([0.4]), HALF), second))
+    return g.op("MatMul", both, g.op("Gather", values, g.const(0, np.int64), axis=1))
+
+
+@pytest.mark.parametrize("spelled", [gated, averaged_over_heads, less_another_head])
+def test_weights_that_are_cast_before_they_are_changed(spelled):
+    """`softmax(scores, dtype=float32).type_as(q)`, as it is usual, and only then a gate."""
+    g = axes_of({name: ("N", H, "S", D) for name in "qkv"})
+    q, k, v = (g.cast(name, HALF) for name in "qkv")
+    scores = g.op("MatMul", q, g.op("Transpose", k, perm=[0, 1, 3, 2]))
+    weights = g.cast(g.op("Softmax", g.cast(scores, FLOAT)), HALF)
+    model = g.model(g.op("Reshape", g.cast(spelled(g, weights, v), FLOAT), g.ints(1, 1, 1, -1)))
+    new, report = fused(model)
+    assert (len(report.fused), report.unfused) == (1, ())
+    feeds = random_feeds(model)
+    np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=5e-3)
+
+
 def test_one_head_in_the_batch_and_beside_it():
     """Scores of `[N * 1, S, T]`, weights and values of `[N, 1, S, T]`."""
     g = axes_of({"q": ("N", "S", D), "k": ("N", "T", D), "v": ("N", 1, "T", D)})

@@ -1788,6 +1788,13 @@ def _has_weights(value: ir.Value | None) -> bool:
     if chosen is not None:
         value = chosen.inputs[0]
         value = input_at(made_by(value, "Reshape"), 0) or value
+    return _is_softmax(value)
+
+
+def _is_softmax(value: ir.Value | None) -> bool:
+    """Whether a value is a softmax, in whichever type."""
+    while (step := made_by(value, "Cast", "Identity")) is not None:
+        value = step.inputs[0]
     return made_by(value, "Softmax") is not None
 
 
@@ -1820,7 +1827,7 @@ def _times_values(
 def _moved_behind(matmul: ir.Node, step: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     """Weights that are multiplied or chosen by something that is the same for all keys: the result is."""
     output = matmul.outputs[0]
-    at = next((at for at, each in enumerate(step.inputs) if made_by(each, "Softmax") is not None), None)
+    at = next((at for at, each in enumerate(step.inputs) if _is_softmax(each)), None)
     weights = None if at is None else step.inputs[at]
     if weights is None or sizes_of(weights) != sizes_of(step.outputs[0]) or (at and is_op(step, "Div")):
         return None
@@ -1919,7 +1926,7 @@ def _reduced_behind(matmul: ir.Node, step: ir.Node, builder: NodeBuilder) -> ir.
     if not is_op(matmul, "MatMul") or matmul.inputs[0] is not step.outputs[0] or whole is None or own is None:
         return None
     axis, kept = _summed_axis(step, len(whole)), step.attributes.get_int("keepdims", 1)
-    if weights is None or values is None or axis is None or made_by(weights, "Softmax") is None:
+    if weights is None or values is None or axis is None or not _is_softmax(weights):
         return None
     if axis >= len(whole) - 2 or len(own) != len(whole) - (0 if kept else 1) or (kept and own[axis] != 1):
         return None
