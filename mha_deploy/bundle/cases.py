@@ -112,19 +112,21 @@ def stored_bytes(spec: ModelSpec, sizes: Mapping[str, int]) -> int:
 
     Samples of decisions that rounding changes are not counted: a layer of the catalog has none.
     """
-    return max(_bytes_in(precision, spec, sizes) for precision in PRECISIONS.values())
 
-
-def _bytes_in(precision: Precision, spec: ModelSpec, sizes: Mapping[str, int]) -> int:
     def taken(tensors: Iterable[TensorSpec], of_float: int) -> int:
         bytes_of = ((t, of_float if t.kind == FLOAT else np.dtype(t.kind).itemsize) for t in tensors)
         return sum(prod(tensor.shape(sizes)) * each for tensor, each in bytes_of)
 
-    outputs, kinds = stored_outputs(spec), accumulations(precision)
+    most, outputs = 0, stored_outputs(spec)
     numbers = sum(prod(tensor.shape(sizes)) for tensor in outputs)
-    samples = sum(sample_count(numbers, kind) for kind in kinds)  # with a byte for each number, and a scale
-    results = taken(outputs, 8) + taken(outputs, precision.bytes) + samples * taken(outputs, 1)
-    return taken(spec.inputs, precision.bytes) + results + len(kinds) * (4 + 8 * len(outputs))
+    for precision in PRECISIONS.values():
+        kinds = accumulations(precision)
+        samples = sum(
+            sample_count(numbers, kind) for kind in kinds
+        )  # with a byte for each number, and a scale
+        results = taken(outputs, 8) + taken(outputs, precision.bytes) + samples * taken(outputs, 1)
+        most = max(most, taken(spec.inputs, precision.bytes) + results + len(kinds) * (4 + 8 * len(outputs)))
+    return most
 
 
 def first_new_entries(inputs: Mapping[str, np.ndarray], given: str) -> np.ndarray:

@@ -867,18 +867,13 @@ def precision_summary(
         f"{', '.join(names[:3])}{', …' if names[3:] else ''} in {dtype} although quantized"
         for dtype, names in types.items()
     ]
-    return "; ".join([_precision_words(status, requested), *parts])
-
-
-def _precision_words(status: str, requested: str) -> str:
     known = {
         PrecisionStatus.VERIFIED: "verified",
         PrecisionStatus.SELECTED_AT_LOAD: "I/O types verified, kernels selected at load time",
     }
     found = PrecisionStatus(status)
-    if found in known:
-        return f"precision: {requested} ({known[found]})"
-    return f"precision: {found.value} (requested: {requested})"
+    words = f"{requested} ({known[found]})" if found in known else f"{found.value} (requested: {requested})"
+    return "; ".join([f"precision: {words}", *parts])
 
 
 def attention_summary(manifest: EngineManifest) -> str:

@@ -283,7 +283,7 @@ def explain_failure(error: Exception, name_of: SizeNames, trace_again: Callable[
     if not about_sizes:
         frame = _own_frame(traceback.extract_tb(error.__traceback__))
         cause = _SYMBOL.sub(lambda match: listener.axes.get(match[0], match[0]), first_cause(error))
-        remedy, about_types = _remedy(text), _blames_types(text, cause)
+        remedy, about_types = _remedy(text), _is_about_types(text, cause)
         if frame is not None and _RANGE_GUARD.search(frame.line or ""):  # which is in FP16 only
             remedy = "--precision auto: it traces the module in float32, without its branches for FP16"
             about_types = False
@@ -324,7 +324,7 @@ def _remedy(text: str) -> str:
 _TYPES = re.compile(r"not finite|infinit|NaN|overflow|dtype|scalar type|[Ff]loat(16|32)?\b|Half\b")
 
 
-def _blames_types(text: str, cause: str) -> bool:
+def _is_about_types(text: str, cause: str) -> bool:
     """Whether PyTorch blames types or ranges, and the remedy is not `auto` already."""
     return bool(_TYPES.search(cause)) and not re.search(f"{_SWAPPED}|{_NO_HALF}", text)
 
@@ -342,7 +342,7 @@ def translation_error(error: Exception, program: ExportedProgram) -> ExportError
     ]
     got = f"{own_line(_frames(named[0])) if named else ''}{cause[:_LONGEST]}"
     what, text = "PyTorch could not write the module as ONNX.", str(error) + cause
-    return ExportError(what, got=got, hint=_remedy(text), about_types=_blames_types(text, cause))
+    return ExportError(what, got=got, hint=_remedy(text), about_types=_is_about_types(text, cause))
 
 
 def _frames(node: Node) -> list[traceback.FrameSummary]:

@@ -77,11 +77,6 @@ from mha_deploy.runtime import plan_mixed_precision
 from mha_deploy.runtime.user_code import graph_code
 
 
-def check_plausible(case: GoldenCase, precision: Precision) -> None:
-    """Refuse a golden case whose eager result is further from the oracle than rounding explains."""
-    refuse_implausible(f"golden case {case.name}", case.oracle, case.eager, precision, case.baselines)
-
-
 def refuse_large_error(where: str, got: Arrays, oracle: Arrays, most: float, what: str, hint: str) -> None:
     """Refuse results with a relative error above `most`."""
     for name, expected in oracle.items():
@@ -270,7 +265,8 @@ def export_bundle(source: ExportSource, target: Path, on_step: OnStep) -> Bundle
             case, file = _capture(source, planned), f"golden/{name}.safetensors"
             if case is None:
                 continue
-            check_plausible(case, source.precision)
+            about = f"golden case {case.name}"
+            refuse_implausible(about, case.oracle, case.eager, source.precision, case.baselines)
             write_case(folder / file, case)
             cases.append(case)
             golden.append(

@@ -23,6 +23,7 @@ from mha_deploy.bundle.cases import (
     Reference,
     check_steps,
     pack_baselines,
+    refuse_implausible,
     run_calls,
     write_arrays,
 )
@@ -38,7 +39,7 @@ from mha_deploy.errors import (
     nearest,
 )
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
-from mha_deploy.exporter.flow import ExportSource, check_plausible, refuse_large_error
+from mha_deploy.exporter.flow import ExportSource, refuse_large_error
 from mha_deploy.exporter.observe import attention_values
 from mha_deploy.exporter.samples import sample_case, sample_parts
 from mha_deploy.graph.attention_node import short_dtype
@@ -184,7 +185,8 @@ class OnnxSource(ExportSource):
             try:
                 drawn = self.draw(planned, 2.0**-halved)
                 case = self.case_of(planned.name, planned.sizes, drawn, types)
-                check_plausible(case, self.precision)
+                about = f"golden case {case.name}"
+                refuse_implausible(about, case.oracle, case.eager, self.precision, case.baselines)
             except (_Extreme, BundleError) as error:
                 first = first or error
                 if planned.masks or not self.draws_numbers or self.examples.keys() >= self._inputs.keys():

@@ -299,7 +299,7 @@ class Float64(Intercept):
         wide = self.wide.get(tensor.dtype)
         return tensor if wide is None or wide is tensor.dtype else tensor.to(wide)
 
-    def _widened(self, leaf: Any) -> Any:
+    def _upcast_leaf(self, leaf: Any) -> Any:
         """A tensor or a type, as this mode has it."""
         if isinstance(leaf, Tensor):
             return self.upcast(leaf)
@@ -318,7 +318,7 @@ class Float64(Intercept):
             )
         if packet is _aten.embedding:  # a table of gigabytes, of which some rows are read
             return self.upcast(func(*args, **kwargs))
-        args, kwargs = _changed((args, kwargs), self._widened)
+        args, kwargs = _changed((args, kwargs), self._upcast_leaf)
         if packet in _HALF_TO_FLOAT:
             args = (*args[:2], False)
         if packet is _aten.scaled_dot_product_attention:

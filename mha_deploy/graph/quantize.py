@@ -99,14 +99,14 @@ class ScaledConstant:
         """Its numbers in FP64, with a change that is made to each of them."""
         result = np.empty(self.numbers.shape)
 
-        def widen(rows: slice) -> None:
+        def upcast(rows: slice) -> None:
             part = self._wide(rows)
             result[rows] = part if change is None else change(part)
 
         if not result.ndim:
             part = self._wide(...)
             return part if change is None else change(part)
-        for_each_part(widen, result.shape)
+        for_each_part(upcast, result.shape)
         return result
 
     def is_kept_by(self, change: Callable[[np.ndarray], np.ndarray]) -> bool:

@@ -11,7 +11,7 @@ from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.reference.attention import Attention
 from mha_deploy.reference.rotary import rotary_tables
 from mha_deploy.reference.variants import GroupedMlpAttention, HeadMixAttention, SparseHeadAttention
-from mha_deploy.reference.weights import StateDict, drawn_parameter, in_form_of, pack_projections
+from mha_deploy.reference.weights import StateDict, drawn_parameter, pack_projections, unpack_projections
 
 __all__ = ["Attention", "build_module", "random_weights"]
 
@@ -43,7 +43,7 @@ def build_module(
         return module
     state = random_weights(spec, seed) if weights is None else dict(weights)
     _check_state(spec, state)
-    state = in_form_of(spec, state)
+    state = pack_projections(state) if spec.projections == "packed" else unpack_projections(state, spec)
     for name in list(state):  # one at a time: the largest layers are gigabytes
         state[name] = state[name].to(device=device, dtype=dtype)
     module.load_state_dict(state, assign=True)

@@ -53,11 +53,6 @@ def unpack_projections(state: StateDict, spec: AttentionSpec) -> dict[str, Tenso
     return separate
 
 
-def in_form_of(spec: AttentionSpec, state: StateDict) -> dict[str, Tensor]:
-    """The state in the projection form that the spec asks for."""
-    return pack_projections(state) if spec.projections == "packed" else unpack_projections(state, spec)
-
-
 # -- Weights from a checkpoint, or from a state dict that `torch.save` wrote -----------------------
 
 _PICKLED = (".pt", ".pth", ".bin")

@@ -112,6 +112,8 @@ class _Validator:
         self.notes: list[str] = []
         self.broken: list[Unavailable] = []
         self._ranges: Future[RangeReport] | None = None
+        self._no_fresh: DeployError | None = None
+        self._undrawn: list[DeployError] = []
 
     def report(self, build: Build | None) -> Validation:
         """Everything, in the order in which it is needed; what cannot be done is refused first."""
@@ -226,8 +228,19 @@ class _Validator:
             for sizes in interior_sizes(self.bundle.manifest.spec, profiles, seed=seed)
         ]
 
-    @cached_property
+    @property
     def _fresh(self) -> FreshCases:
+        """What draws cases; where there is none, the same error whatever is drawn."""
+        if self._no_fresh is not None:
+            raise self._no_fresh
+        try:
+            return self._opened_fresh
+        except DeployError as error:
+            self._no_fresh = error
+            raise
+
+    @cached_property
+    def _opened_fresh(self) -> FreshCases:
         if isinstance(self.bundle.manifest.spec, ModuleSpec):
             refuse_without_factory(self.bundle.manifest.spec)
         runtimes.refuse_without_torch("of fresh inputs")
@@ -256,8 +269,10 @@ class _Validator:
             except DeployError as error:
                 if requested:
                     raise
-                if all(each.reason != error.in_one_line for each in self.finder.absent):
-                    self.finder.absent.append(Unavailable(name=title, reason=error.in_one_line))
+                found = Unavailable(name=title, reason=error.in_one_line)
+                if error not in self._undrawn and found not in self.finder.absent:
+                    self.finder.absent.append(found)
+                self._undrawn.append(error)
         return replace(
             plan, cases=cases, traces=[*plan.traces, *(self._probe_trace if "probe" in cases else ())]
         )

@@ -11,7 +11,7 @@ from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.reference import build_module, random_weights
 from mha_deploy.reference.inputs import call_arguments, fed_to, random_inputs
-from mha_deploy.reference.weights import SCORE_STD, in_form_of, pack_projections, unpack_projections
+from mha_deploy.reference.weights import SCORE_STD, pack_projections, unpack_projections
 
 AXES = {"B": {"min": 1, "opt": 2, "max": 4}, "S": {"min": 1, "opt": 16, "max": 64}}
 GQA = find_spec("tiny-gqa")
@@ -141,7 +141,7 @@ def test_the_rows_of_the_packed_matrix_are_q_then_k_then_v():
 def test_converting_what_has_the_form_already_changes_nothing():
     separate = random_weights(GQA, 0)
     packed = pack_projections(separate)
-    assert in_form_of(GQA, separate).keys() == separate.keys()
+    assert unpack_projections(separate, GQA).keys() == separate.keys()
     assert pack_projections(packed).keys() == packed.keys()
 
 

@@ -650,8 +650,8 @@ def _hides_its_type(kernel: Kernel, precision: str) -> bool:
     """Whether a matmul of FP32 may be computed in fewer bits: tensor cores take no FP32."""
     if precision != "fp32" or kernel.plugin_role or not kernel.is_heavy or kernel.is_opaque:
         return False
-    is_told = _named_type(kernel) != UNKNOWN or _SELECTED_AT_LOAD in kernel.tactic
-    return not is_told and not _OF_VECTORS.search(kernel.tactic or kernel.name)
+    is_reported = _named_type(kernel) != UNKNOWN or _SELECTED_AT_LOAD in kernel.tactic
+    return not is_reported and not _OF_VECTORS.search(kernel.tactic or kernel.name)
 
 
 def _is_untyped(kernel: Kernel, precision: str) -> bool:
