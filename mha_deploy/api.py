@@ -765,7 +765,11 @@ def replay(line: str, bundle: Bundle | StrPath | None = None, *, tolerance: floa
 
 
 def bisect(
-    bundle: Bundle | StrPath, backend: str | None = None, *, on_step: OnStep | None = None
+    bundle: Bundle | StrPath,
+    backend: str | None = None,
+    *,
+    graph: StrPath | None = None,
+    on_step: OnStep | None = None,
 ) -> Bisection:
     """Find the first attention, and then the first node, whose result is wrong.
 
@@ -773,6 +777,8 @@ def bisect(
         bundle: The bundle, or its folder.
         backend: A runtime, or the name of an engine; default: the first engine that runs here, else a CPU
             runtime.
+        graph: Another ONNX export of the same model, to look into in place of the bundle's own; values of the
+            same name are compared.
         on_step: Called before each part that is tried.
 
     Returns:
@@ -785,7 +791,7 @@ def bisect(
     """
     from mha_deploy.validation.fault import bisect
 
-    return bisect(_open(bundle), backend, on_step or silent)
+    return bisect(_open(bundle), backend, on_step or silent, None if graph is None else Path(graph))
 
 
 def self_test(

@@ -30,7 +30,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         "candidates",
     ),
     "Engine": (
-        "backend", "backends", "engine", "engine_files", "graphs", "attention", "allow_decomposed",
+        "backend", "backends", "engine", "engine_files", "graphs", "graph", "attention", "allow_decomposed",
         "profiles", "name", "targets", "target", "version", "sm", "gqa", "optimization_level",
         "workspace_mib", "version_compatible", "hardware_compatible",
         "weight_streaming", "refit", "timing_cache", "repeat", "gpu", "variant",

@@ -131,7 +131,9 @@ def _report_removed(bundle: Bundle) -> None:
 
 @verb(
     MODEL,
-    options_of(ExportOptions, "precision", "max_loss", "data", "seed", "weights", "prefix", "overwrite"),
+    options_of(
+        ExportOptions, "precision", "max_loss", "data", "seed", "weights", "prefix", "golden", "overwrite"
+    ),
     options_of(EngineOptions, *OF_DEPLOY),
     options_from(
         md.deploy,
@@ -532,6 +534,11 @@ def _place_of_report(options: Mapping[str, Any]) -> Path:
         backend=about(
             "A runtime, or the name of an engine. default: the first engine that runs here, else a CPU "
             "runtime"
+        ),
+        graph=about(
+            "Look into another ONNX export of the same model, as `validate` judges it: values of the same "
+            "name are compared. The backend is then a runtime, default: one on the CPU",
+            metavar="FILE.onnx",
         ),
     ),
     CONTROL,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -256,10 +257,16 @@ class Bisection(Struct, frozen=True, kw_only=True):
         derive(self, outcome=Outcome.passing(self.wrong is None))
 
 
-def bisect(bundle: Bundle, backend: str | None, on_step: OnStep) -> Bisection:
-    """Find where a runtime, by default the first engine that runs here, leaves the oracle."""
+def bisect(bundle: Bundle, backend: str | None, on_step: OnStep, graph: Path | None = None) -> Bisection:
+    """Find where a runtime, by default the first engine that runs here, leaves the oracle.
+
+    With `graph`, another export of the model is looked into, in a runtime of graphs.
+    """
     finder = RuntimeFinder(bundle)
-    running = [] if backend in RUNNERS else finder.running_engines()
+    if graph is not None and backend not in (None, *RUNNERS):
+        what = "Another graph is run by a runtime, not by an engine."
+        raise DeployError(what, got=backend, hint=", ".join(RUNNERS))
+    running = [] if backend in RUNNERS or graph is not None else finder.running_engines()
     if backend is None and not running:
         backend = finder.graphs()[0].name
     open_model: OpenModel
@@ -273,7 +280,7 @@ def bisect(bundle: Bundle, backend: str | None, on_step: OnStep) -> Bisection:
         name, open_model = runtime.name, twin_opener(runtime.engine, bundle)
     on_step("reference", 0, 0)
     trusted = reference_for(bundle, case_to_bisect(bundle), name)
-    found = bisect_bundle(bundle, name, open_model, trusted.values, uncounted(on_step))
+    found = bisect_bundle(bundle, name, open_model, trusted.values, uncounted(on_step), graph)
     doubt = None if found.wrong is None else trusted.doubt
     return structs.replace(found, reference=trusted.title, doubt=doubt)
 
@@ -284,9 +291,10 @@ def bisect_bundle(
     open_model: OpenModel,
     reference: ReferenceValues,
     on_step: OnName = silent,
+    graph: Path | None = None,
 ) -> Bisection:
     """Find where a runtime leaves the oracle: the whole model, its attentions, then its nodes."""
-    search, name = _FaultSearch(bundle, open_model, reference, on_step), bundle.manifest.spec.name
+    search, name = _FaultSearch(bundle, open_model, reference, on_step, graph), bundle.manifest.spec.name
     judged = judge.judge_case(search.case, search.run(()), bundle.manifest.precision)
     whole = next((verdict for verdict in judged if verdict.is_wrong), None)
     count, case = len(search.values), search.case.name
@@ -315,6 +323,10 @@ def case_to_bisect(bundle: Bundle) -> GoldenCase:
     return read_case(bundle, next((entry for entry in golden if entry.name == wanted), golden[0]))
 
 
+def _value_names(model: ir.Model) -> set[str]:
+    return {str(value.name) for node in model.graph for value in node.outputs}
+
+
 class _FaultSearch:
     """One search."""
 
@@ -324,13 +336,17 @@ class _FaultSearch:
         open_model: OpenModel,
         reference: ReferenceValues,
         on_step: OnName,
+        graph: Path | None,
     ) -> None:
         self.precision, self.open_model = bundle.manifest.precision, open_model
         self.reference, self.on_step = reference, on_step
-        self.model, self.layers = load_graph(bundle.model_path), layers_case(bundle)
+        own = load_graph(bundle.model_path)
+        self.model, self.layers = own if graph is None else load_graph(graph), layers_case(bundle)
         self.case, self.runs = case_to_bisect(bundle), 0
         entry = bundle.manifest.layers
-        self.values = dict(entry.values) if entry else {}
+        # Of another graph, only what has the same name can be compared.
+        self.shared = _value_names(self.model) & _value_names(own)
+        self.values = {k: v for k, v in entry.values.items() if v in self.shared} if entry else {}
 
     def run(self, values: Sequence[str]) -> dict[str, np.ndarray]:
         """The outputs of the model in the runtime, with more values given out."""
@@ -361,7 +377,8 @@ class _FaultSearch:
         within = set(nodes_behind([value_named(graph, bad)])) - cleared
         suspects = [node for node in graph if node in within]
         results = {node: str(node.outputs[0].name) for node in suspects if node.outputs}
-        wanted = self.reference([results[node] for node in results if node.outputs[0].dtype in _FLOATS])
+        known = [node for node in results if results[node] in self.shared]
+        wanted = self.reference([results[node] for node in known if node.outputs[0].dtype in _FLOATS])
         problems = {suspects[-1]: verdict.problem} if suspects else {}
         untried = [node for node in suspects[:-1] if results.get(node) in wanted]
         while untried:

@@ -541,8 +541,9 @@ def _about_engines(
     yield from _about_subjects(report, options)
     for name in report.foreign:
         yield _found(Severity.WARNING, Section.ENGINE, Kind.FOREIGN_ENGINE, engine=name)
-    asks = [name for name in ("require_fused", "require_precision") if getattr(options, name)]
-    asks += ["require_run"] if options.require_run and not (report.serving or report.gone) else []
+    demands = {"--require-fused": options.require_fused, "--require-precision": options.require_precision}
+    asks = [name for name, is_demanded in demands.items() if is_demanded]
+    asks += ["--require-run"] if options.require_run and not (report.serving or report.gone) else []
     if not engines and asks and not report.subjects:
         yield _found(Severity.FAILURE, Section.FUSION, Kind.NO_ENGINE, detail=" and ".join(asks))
     for name in report.gone:

@@ -26,12 +26,12 @@ def folder(bundles, tmp_path):
 
 def test_deploy_exports_and_validates(run_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = run_cli("deploy", "tiny-mqa", "--no-engine")
+    done = run_cli("deploy", "tiny-mqa", "--no-engine", "--golden", "min", "--golden", "opt")
     assert done.code == 0, done.err
     assert open_bundle(tmp_path / "bundles" / "tiny-mqa-fp16").manifest.spec.name == "tiny-mqa"
     assert re.match("PASSED|NOT VERIFIED", done.out), "the verdict comes first"
-    assert done.out.index("1/1 attention, one ONNX Attention node") < done.out.index("4 outputs of golden")
-    assert "deploy tiny-mqa: 1/10 weights" in done.err
+    assert done.out.index("1/1 attention, one ONNX Attention node") < done.out.index("2 outputs of golden")
+    assert "deploy tiny-mqa: 1/8 weights" in done.err
     assert "deploy tiny-mqa: ort-c" in done.err
     assert "deploy tiny-mqa:" not in done.out
     assert "engine" not in done.out.replace("no engine", "")

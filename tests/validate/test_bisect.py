@@ -12,6 +12,7 @@ import pytest
 from bundle_edit import rehash
 from onnx import numpy_helper
 
+import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.runtime import open_runner
 from mha_deploy.validation.fault import bisect_bundle, case_to_bisect, reference_for
@@ -168,3 +169,14 @@ def test_the_command(run_cli, broken, own_bundles, program, monkeypatch):
 
 def test_what_cannot_be_looked_into_is_refused(refused, own_bundles):
     refused("bisect", own_bundles().path, "--backend", "eager", what="can be bisected")
+
+
+def test_another_graph_of_the_model_is_bisected(own_bundles, broken, run_cli):
+    other = broken(scale_off(ATTENTIONS[1])).model_path
+    found = md.bisect(own_bundles(), "ort-cpu", graph=other)
+    assert (found.last_right, found.first_wrong) == (ATTENTIONS[0], ATTENTIONS[1])
+    assert found.first_node.node == ATTENTIONS[1]
+    done = run_cli("bisect", own_bundles().path, "--graph", own_bundles().model_path, "--json")
+    assert json.loads(done.out)["wrong"] is None
+    with pytest.raises(md.DeployError, match="engine"):
+        md.bisect(own_bundles(), "tensorrt-rtx", graph=other)

@@ -102,6 +102,7 @@ def test_what_is_required_of_engines_fails_where_there_is_none(bare, required):
     report = validate_bundle(bare("tiny-mha"), ValidateOptions(**{required: True}))
     assert not report.passed
     assert [each.kind for each in report.findings if each.level == "failure"] == [Kind.NO_ENGINE]
+    assert f"--{required.replace('_', '-')}" in report.headline
 
 
 def test_a_builder_without_an_engine_here_says_how_to_build_one(bare):
