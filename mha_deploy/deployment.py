@@ -79,7 +79,7 @@ class Deployment:
 
     Args:
         bundle: The bundle.
-        engine: The engine in it; None where none was asked for.
+        engine: The engine in it; None where none was requested.
         report: The validation of both.
         candidates: The precisions that were tried, where they were compared.
         chosen: The candidate that was kept.

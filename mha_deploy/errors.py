@@ -105,7 +105,7 @@ class NoResult(ExportError):
 
 
 class BackendUnavailable(DeployError):
-    """The runtime that was asked for is not installed or cannot run here."""
+    """The runtime that was requested is not installed or cannot run here."""
 
     exit_code = EXIT_BACKEND_UNAVAILABLE
     usual_hint = "`mha-deploy doctor` shows what is installed here"

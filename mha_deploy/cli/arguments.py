@@ -101,12 +101,12 @@ _detail = _Detail()
 
 
 def is_quiet() -> bool:
-    """Whether the verdict alone is asked for, and no progress."""
+    """Whether the verdict alone is requested, and no progress."""
     return _detail.quiet
 
 
 def is_verbose() -> bool:
-    """Whether tables of what passed are asked for."""
+    """Whether tables of what passed are requested."""
     return _detail.verbose
 
 

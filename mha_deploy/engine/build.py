@@ -187,7 +187,7 @@ class _EngineBuild:
         return engine
 
     def _request(self, onnx_path: Path, lowered: ir.Model) -> BuildRequest:
-        """What the builder is asked for, with the kernel timings of earlier builds."""
+        """What is requested of the builder, with the kernel timings of earlier builds."""
         can, checks = self.rt.can, self.bundle.manifest.checks
         is_cached = can.timing_cache and self.options.timing_cache
         # With `--precision auto` most graphs are FP16 throughout, and need no constraints.
@@ -333,8 +333,8 @@ def with_plugin_roles(built: BuiltEngine, lowered: ir.Model, attends_in_fp8: boo
 
 # -- Can a new engine be run? A build is done when an execution context exists and ran once --------
 
-# Seen with TensorRT 8.6: an engine that was built on a busy GPU has no execution context in any process. The
-# same graph, built once more, has one.
+# Observed with TensorRT 8.6: an engine that was built on a busy GPU has no execution context in any process.
+# The same graph, built once more, has one.
 _MOST_BUILDS = 3
 _BUILD_AGAIN = "build it again while nothing else uses the GPU"
 

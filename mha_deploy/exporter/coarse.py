@@ -31,7 +31,7 @@ from mha_deploy.exporter.file_program import (
     FileRounding,
     Inputs,
     Results,
-    widened,
+    upcast_operand,
 )
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.fuse.leftover import Core, cores_of
@@ -101,7 +101,9 @@ def _scaled_in_bf16(array: np.ndarray, scale: float) -> np.ndarray:
 
 def _edited(edits: Mapping[int, Change], compute: Compute, inputs: Inputs) -> Any:
     """The outputs of a node that is edited."""
-    outputs = compute(*(edits[i](widened(each)) if i in edits else each for i, each in enumerate(inputs)))
+    outputs = compute(
+        *(edits[i](upcast_operand(each)) if i in edits else each for i, each in enumerate(inputs))
+    )
     return tuple(map(edits[_RESULT], outputs)) if _RESULT in edits else outputs
 
 

@@ -69,7 +69,7 @@ class StoredWeight(ir.LazyTensor):
         return self._content.is_kept_by(partial(nearest, bits=bits))
 
 
-def widened(operand: Any) -> Any:
+def upcast_operand(operand: Any) -> Any:
     """An operand in FP64 that may be a weight as it is stored."""
     return operand.wide() if isinstance(operand, StoredWeight) else operand
 

@@ -58,7 +58,7 @@ class Model:
         return Path(self.source) if isinstance(self.source, str) and is_onnx_file(self.source) else None
 
     def weight_options(self, weights: str | os.PathLike[str] | None, prefix: str) -> dict[str, Any]:
-        """The options of an export that name weights: those that were asked for, or the model's own."""
+        """The options of an export that name weights: those that were requested, or the model's own."""
         own = weights is None and not prefix
         place = self.weights if weights is None else Path(weights)
         return {"weights": place, "prefix": prefix or self.prefix, "layer": self.layer if own else None}
