@@ -64,10 +64,10 @@ def _call(function: str, *arguments: Any) -> Any:
     api = _runtime() if function.startswith("cuda") else _driver()
     status, *results = getattr(api, function)(*arguments)
     if int(status) != 0:
-        is_old = function.startswith("cuda") and status == api.cudaError_t.cudaErrorInsufficientDriver
-        raise (OldDriver if is_old else CudaError)(
+        name = getattr(status, "name", status)
+        raise (OldDriver if name == "cudaErrorInsufficientDriver" else CudaError)(
             f"{function} failed.",
-            got=getattr(status, "name", status),
+            got=name,
             hint="nvidia-smi shows the state of the GPU and its memory",
         )
     return results[0] if len(results) == 1 else tuple(results) or None
