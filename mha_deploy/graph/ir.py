@@ -259,13 +259,14 @@ LIKE_FIRST = frozenset(
 _MATMULS_OF_BITS = ("MatMulNBits", "MatMulBnb4")  # with quantized weights of K rows and N columns
 OTHER_WIDTH = frozenset({*_MATMULS_OF_BITS, "MultiHeadAttention", "Attention"})
 """Those whose first result has the sizes of their first input but for the last one."""
+_EMBEDDING = "EmbedLayerNormalization"  # of words, their places and segments
 _STANDS_IN = "mha_deploy.weight"
 LIKE_IT = (0, 3)  # which results those are; the others of a normalization are its statistics
 
 
 def _stand_in(graph: onnx.GraphProto) -> None:
     """Let operators of ONNX, which have results of the same sizes, stand for those that it does not know."""
-    known = LIKE_FIRST | OTHER_WIDTH
+    known = LIKE_FIRST | OTHER_WIDTH | {_EMBEDDING}
     own = [
         at
         for at, node in enumerate(graph.node)
@@ -287,6 +288,13 @@ def _stand_in(graph: onnx.GraphProto) -> None:
                 sizes = [dims[0], parts[-1] if parts else dims[1] // 3] if len(dims) == 2 else [None, None]
             graph.input.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, sizes))
             others = [onnx.helper.make_node("MatMul", [node.input[0], name], node.output[:1])]
+        elif node.op_type == _EMBEDDING:
+            ids, table, index = node.input[0], node.input[2], f"{_STANDS_IN}/{at}"
+            summed, counts = [*node.output[:1], *node.output[2:3]], node.output[1:2]
+            others = [onnx.helper.make_node("Gather", [table, ids], [each]) for each in summed if each]
+            if any(counts):  # how many tokens each row has
+                others.append(onnx.helper.make_node("Cast", [index], counts, to=onnx.TensorProto.INT32))
+                others.append(onnx.helper.make_node("ArgMax", [ids], [index], axis=1, keepdims=0))
         elif node.op_type == "MultiHeadAttention":
             operands = [node.input[0], *node.input[2:3]]
             others = [onnx.helper.make_node("Einsum", operands, node.output[:1], equation="bse,btd->bsd")]

@@ -387,3 +387,19 @@ def test_sizes_far_away():
     )
     apart = g.op("Reshape", g.op("Softmax", flat), g.op("Shape", scores))
     check(g, g.op("Einsum", apart, v, equation="bhqk,bkhd->bqhd"), {"chosen": np.arange(5) < 3})
+
+
+def test_a_length_that_a_reshape_tells():
+    """Scores and a bias, of as many columns as a run says, are as long as what they are reshaped to."""
+    g = axes_of({name: ("N", H, "S", D) for name in "qkv"} | {"table": ("S", "L")})
+    g.inputs["count"] = (INT64, (1,))
+    q, k = (
+        g.op("Reshape", each, g.op("Concat", g.ints(-1), g.op("Shape", each, start=2), axis=0))
+        for each in "qk"
+    )
+    scores = g.op("MatMul", q, g.op("Transpose", k, perm=[0, 2, 1]))
+    scores = g.op("Add", scores, g.op("Slice", "table", g.ints(0), "count", g.ints(1)))
+    sizes = [g.op("Shape", "q", end=3), g.op("Shape", "k", start=2, end=3)]
+    apart = g.op("Reshape", g.op("Neg", scores), g.op("Concat", *sizes, axis=0))
+    feeds = [{"table": sized(5, 7), "count": np.array([number])} for number in (5, 1)]
+    check(g, g.op("MatMul", g.op("Softmax", apart), "v"), *feeds)

@@ -1393,6 +1393,25 @@ def test_attentions_of_onnx_runtime_with_numbers_of_keys():
     np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
 
 
+def test_attentions_behind_an_embedding_of_onnx_runtime():
+    """The embedding counts the keys as well; ONNX's shape inference knows neither result."""
+    own, random = {"domain": "com.microsoft"}, np.random.default_rng(0)
+    g = axes_of({})
+    ids, mask = (g.input(name, ("N", "S"), TensorProto.INT32) for name in ("ids", "mask"))
+    table, places = (g.const(random.standard_normal((rows, H * D))) for rows in (7, 9))
+    scale, shift = (g.const(random.standard_normal(H * D)) for _ in range(2))
+    x = g.op("EmbedLayerNormalization", ids, "", table, places, "", scale, shift, mask, **own)
+    g.nodes[-1].output.append("count")
+    weight, bias = (g.const(random.standard_normal((*rows, 3 * H * D)) * 0.2) for rows in ((H * D,), ()))
+    y = g.op("Attention", x, weight, bias, "count", num_heads=H, **own)
+    model = g.model(g.op("Unsqueeze", y, g.ints(1)))
+    new, report = fused(model)
+    assert ([each.Hq for each in report.fused], report.unfused) == ([H], ())
+    shown = (np.arange(5) < np.arange(1, 6)[:, None]).astype(np.int32)
+    feeds = {"ids": random.integers(0, 7, (5, 5)).astype(np.int32), "mask": shown}
+    np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
+
+
 @pytest.mark.parametrize("rows", ["R", 3])
 def test_attention_that_is_tied_over_rows(rows):
     """The scores are summed over the rows of an alignment, each of which has values of its own."""

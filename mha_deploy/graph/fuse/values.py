@@ -658,6 +658,10 @@ def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> Inferred:
                 value.shape = ir.Shape(found)
     following = _Walk(model, missing if only_missing else None)
     following.follow(model.graph)
+    for value in made if following.solved else ():
+        known = sizes_of(value) or []
+        if any(OF_RUN in str(size) for size in known):
+            value.shape = ir.Shape([likely_size(size, following.solved) for size in known])
     plain = {
         name: [each for each in several if not is_of_run(each)] for name, several in following.largest.items()
     }
@@ -773,6 +777,7 @@ class _Walk:
         # What sizes are that only a run knows, by their names, and back.
         self.intervals, self.named = dict[Size, _Interval](), dict[_Key, str]()
         self.largest = dict[Size, frozenset[Size]]()  # which sizes such a one is the largest of
+        self.solved = dict[Size, Size]()  # what such a one turned out to be
 
     def follow(self, graph: ir.Graph) -> None:
         """Visit the nodes of a graph, those of branches and loops first."""
@@ -785,6 +790,8 @@ class _Walk:
                     self.follow(each)
             if self._wanted is None or not self._wanted.isdisjoint(node.outputs):
                 self.visit(node)
+                if is_op(node, "Reshape"):
+                    self._solve(sizes_of(node.inputs[0]) or [], sizes_of(node.outputs[0]) or [None])
 
     def _follow_loop(self, node: ir.Node, body: ir.Graph) -> None:
         """Follow a loop: a value that it carries has the sizes at its begin where these are those at its end.
@@ -865,6 +872,14 @@ class _Walk:
             sizes = [old if new is None or self._is_known(old) else new for old, new in pairs]
             if value.shape is None or sizes != list(dims(value)):
                 value.shape = ir.Shape(sizes)
+
+    def _solve(self, before: list[Size], after: list[Size]) -> None:
+        """Learn the one size before a Reshape that only a run knows: it keeps the number of elements."""
+        names = [size for size in before if is_of_run(size)]
+        if len(names) == 1 and _NAME.fullmatch(str(names[0])) and not any(map(is_of_run, after)):
+            size = quotient(product(after), product(each for each in before if each not in names))
+            if size is not None:
+                self.solved[names[0]] = size
 
     def _is_complete(self, value: ir.Value) -> bool:
         if value.shape is None:
