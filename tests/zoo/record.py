@@ -2,6 +2,7 @@
 
 python tests/zoo/record.py --jobs 14    every architecture, each in a process of its own
 python tests/zoo/record.py bert vit     these, and the others as they were recorded
+python tests/zoo/record.py --resume     those that were not recorded today of this commit
 python tests/zoo/record.py --render     docs/zoo.md from the record
 
 The exit code is 1 where an architecture does not do what `architectures.py` expects of it.
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
@@ -79,11 +81,8 @@ def measure(
         return {**found, "passed": False, "failure": _short(error)}
     if unmeasured := [_short(note) for note in report.to_dict()["notes"] if "not measured" in note]:
         found["unmeasured"] = unmeasured
-    return {
-        **found,
-        "passed": report.outcome != "failed",
-        **({} if report.passed else {"failure": _short(report.headline)}),
-    }
+    passed = report.outcome != "failed"
+    return {**found, "passed": passed, **({} if passed else {"failure": _short(report.headline)})}
 
 
 def expected(entry: Entry) -> dict[str, Any]:
@@ -129,6 +128,10 @@ def render(record: dict[str, Any]) -> str:
     complete = [name for name in passed if results[name]["fused"] >= expressible(name)]
     built = [name for name in passed if "engine" in results[name] and "engine_error" not in results[name]]
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    times = Counter(found["measured"] for found in results.values())
+    measured = "; ".join(f"{times[when]} on {when}" for when in sorted(times, reverse=True))
+    day = max(times).partition(",")[0]
+    old = [name for name, found in results.items() if found["measured"] < day]
     lines = [
         "# Architectures",
         "",
@@ -147,7 +150,7 @@ def render(record: dict[str, Any]) -> str:
             else []
         ),
         *_wrapped(f"Versions: {versions}."),
-        *_wrapped(f"Measured: {record['measured']}."),
+        *_wrapped(f"Measured: {measured}." + " Those not measured on the last day have a star." * bool(old)),
         "",
         "*fp16* is the module in FP16; *auto* is the float32 module as a mixed-precision graph",
         "(`--precision auto`), where the module cannot be exported in FP16. *One node* counts the attentions",
@@ -157,7 +160,7 @@ def render(record: dict[str, Any]) -> str:
         "| architecture | family | library | precision | attentions | one node | fused in RTX | parity |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    lines += [_row(name, found) for name, found in results.items()]
+    lines += [_row(name, found, "\\*" * (name in old)) for name, found in results.items()]
     lines += ["", "## What does not work, and why", ""]
     lines += ["A message is that of mha-deploy, shortened.", ""]
     for name, found in results.items():
@@ -184,7 +187,7 @@ def expressible(name: str) -> int:
     return entry.attentions - entry.inexpressible
 
 
-def _row(name: str, found: dict[str, Any]) -> str:
+def _row(name: str, found: dict[str, Any], star: str) -> str:
     entry = ZOO[name]
     if "error" in found:
         cells = ["refused", str(entry.attentions), "", "", ""]
@@ -192,7 +195,7 @@ def _row(name: str, found: dict[str, Any]) -> str:
         parity = "passed" if found["passed"] else "failed"
         engine = "not built" if "engine" not in found or "engine_error" in found else str(found["engine"])
         cells = [found["precision"], str(found["attentions"]), str(found["fused"]), engine, parity]
-    return "| " + " | ".join([name, entry.family, entry.library, *cells]) + " |"
+    return "| " + " | ".join([name + star, entry.family, entry.library, *cells]) + " |"
 
 
 def _reasons(name: str, found: dict[str, Any]) -> list[str]:
@@ -241,6 +244,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time; default: 1")
     parser.add_argument("--seconds", type=float, default=900, help="time limit of each; default: 900")
     parser.add_argument("--commit", default=None, help="default: what git reports")
+    parser.add_argument("--resume", action="store_true", help="only those not recorded today of this commit")
     parser.add_argument("--render", action="store_true", help="only write the page")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -251,28 +255,31 @@ def main(arguments: list[str]) -> int:
         return 0
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     if not options.render:
-        whole, names = not options.names, options.names or list(ZOO)
+        measured = f"{date.today().isoformat()}, {platform.machine()}, commit {options.commit or _commit()}"
+        record["versions"] = {name: _version(package) for name, package in LIBRARIES.items()}
+        results = record["results"]
+        names = options.names or list(ZOO)
+        if options.resume:
+            names = [name for name in names if results.get(name, {}).get("measured") != measured]
         threads = max(1, (os.cpu_count() or 1) // options.jobs)
-        kept = {} if whole else record["results"]
         with ThreadPoolExecutor(options.jobs) as pool:
             running = {name: pool.submit(measured_apart, name, options.seconds, threads) for name in names}
             for name, job in running.items():
-                kept[name] = job.result()
-                print(name, kept[name], *differences(name, kept[name]), sep="\n  ", flush=True)
-        record = {
-            "measured": f"{'all' if whole else 'in parts, the last'} on {date.today().isoformat()}, "
-            f"{platform.machine()}, commit {options.commit or _commit()}",
-            "versions": {name: _version(package) for name, package in LIBRARIES.items()},
-            "results": {name: kept[name] for name in ZOO if name in kept},
-        }
-        lines = [f"  {json.dumps(name)}: {json.dumps(found)}" for name, found in record["results"].items()]
-        head = json.dumps({key: record[key] for key in ("measured", "versions")}, indent=1)[:-2]
-        text = head + ',\n "results": {\n' + ",\n".join(lines) + "\n }\n}\n"
-        RECORD.write_text(text, encoding="utf-8")
+                results[name] = {**job.result(), "measured": measured}
+                print(name, results[name], *differences(name, results[name]), sep="\n  ", flush=True)
+                record["results"] = {name: results[name] for name in ZOO if name in results}
+                _write(record)
     PAGE.write_text(render(record), encoding="utf-8")
     wrong = {name: differences(name, found) for name, found in record["results"].items()}
     print(*(f"{name}: {each}" for name, several in wrong.items() for each in several), sep="\n")
     return int(any(wrong.values()))
+
+
+def _write(record: dict[str, Any]) -> None:
+    lines = [f"  {json.dumps(name)}: {json.dumps(found)}" for name, found in record["results"].items()]
+    head = json.dumps({"versions": record["versions"]}, indent=1)[:-2]
+    text = head + ',\n "results": {\n' + ",\n".join(lines) + "\n }\n}\n"
+    RECORD.write_text(text, encoding="utf-8")
 
 
 def _version(package: str) -> str:
@@ -285,11 +292,17 @@ def _version(package: str) -> str:
 
 
 def _commit() -> str:
-    command = ["git", "-C", str(PAGE.parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    """The commit, and whether the code differs from it; the record itself may, in a run that is resumed."""
+    git = ["git", "-C", str(PAGE.parents[1])]
+    asked = ["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "mha_deploy", "tests/zoo/*.py"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        commit, changed = (
+            subprocess.run([*git, *each], capture_output=True, text=True, check=True).stdout.strip()
+            for each in asked
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return f"{commit}-dirty" if changed else commit
 
 
 if __name__ == "__main__":

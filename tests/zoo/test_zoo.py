@@ -40,3 +40,15 @@ def test_the_zoo_is_large_and_most_of_it_works(record):
     assert {entry.library for entry in ZOO.values()} >= {"transformers", "timm", "torchvision", "diffusers"}
     assert len(passed) >= 0.97 * len(found)
     assert len(fused) >= 0.93 * len(found)
+
+
+def test_what_was_measured_before_the_last_day_is_marked(record):
+    found = {
+        name: {**each, "measured": "2026-02-01, arm, commit 2"} for name, each in record["results"].items()
+    }
+    assert r"\*" not in render({**record, "results": found})
+    page = render(
+        {**record, "results": found | {"bert": {**found["bert"], "measured": "2026-01-31, arm, commit 1"}}}
+    )
+    assert [line.split()[1] for line in page.splitlines() if r"\*" in line] == [r"bert\*"]
+    assert "1 on 2026-01-31, arm, commit 1" in " ".join(page.split())
