@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import operator
 import re
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import Parameter, Signature, signature
@@ -648,22 +650,27 @@ def _made_traceable(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kept_as_it_is(module: nn.Module) -> Iterator[None]:
-    """Undo what a trace leaves in a module that replaces its own tensors: those of the trace are no numbers.
+    """Undo what a trace leaves in a module that replaces or keeps tensors: those of the trace are no numbers.
 
-    Transformers' rotary embeddings do, which choose their frequencies by the length.
+    Transformers' rotary embeddings choose their frequencies by the length, LeViT fills a cache of its bias.
     """
-    parts = list(module.modules())
-    before = [dict(part.__dict__) for part in parts]
-    inner = [{key: dict(own[key]) for key in ("_parameters", "_buffers", "_modules")} for own in before]
+    held: dict[int, tuple[Any, Any]] = {}
+
+    def hold(value: Any) -> None:
+        # Others may refuse to be changed, as the configurations of diffusers do.
+        if type(value) in (dict, list, set, OrderedDict, defaultdict) and id(value) not in held:
+            held[id(value)] = value, copy.copy(value)
+            for each in value.values() if isinstance(value, dict) else value:
+                hold(each)
+
+    for part in module.modules():
+        hold(part.__dict__)
     try:
         yield
     finally:
-        for part, own, held in zip(parts, before, inner, strict=True):
-            for key, content in held.items():
-                own[key].clear()
-                own[key].update(content)
-            part.__dict__.clear()
-            part.__dict__.update(own)
+        for value, before in held.values():
+            value.clear()
+            (value.extend if isinstance(value, list) else value.update)(before)
 
 
 @contextlib.contextmanager

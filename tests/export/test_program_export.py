@@ -437,3 +437,34 @@ def test_a_module_that_replaces_its_own_tensors():
             wanted = module(**drawn)
         (name,) = exported.outputs
         torch.testing.assert_close(run_program(exported, drawn, mode=Float32Accumulation())[0][name], wanted)
+
+
+class Frozen(dict):
+    """A configuration that refuses to be changed, as those of diffusers do."""
+
+    def clear(self):
+        raise TypeError("frozen")
+
+
+class Caches(nn.Module):
+    """Keeps what it computed in containers of its own, one inside the other, as LeViT keeps its bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.kept, self.seen = nn.Parameter(torch.randn(4)), {"cpu": {}}, []
+        self.config = Frozen(size=4)
+
+    def forward(self, x):
+        if not self.seen:
+            self.seen.append(self.weight * 3)
+        bias = self.kept["cpu"].setdefault("bias", self.weight * 2)
+        return x * bias + self.seen[0]
+
+
+def test_a_module_that_fills_its_own_containers():
+    torch.manual_seed(0)
+    module = Caches().eval()
+    exported = export_program(module, {"x": torch.randn(2, 4)}, {"x": ("B", None)}, {"B": B})
+    drawn = {"x": torch.randn(3, 4)}
+    (name,) = exported.outputs
+    np.testing.assert_allclose(run(exported.model, drawn)[name], module(**drawn).detach(), atol=1e-5)
