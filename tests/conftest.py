@@ -1,5 +1,6 @@
 """What the tests share: bundles, made once a session; the command line; and the machines that have no GPU."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -40,6 +41,18 @@ def _import_what_is_not_compiled():
         found = importlib.util.find_spec(name)
         if found and found.cached and not Path(found.cached).exists():
             importlib.import_module(name)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session):
+    """Let a second worker import all files from the other end: what one of them compiled, the other reads."""
+    is_whole = [Path(each).name for each in session.config.args] == session.config.getini("testpaths")
+    if is_whole and os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
+        for path in sorted(Path(__file__).parent.rglob("test_*.py"), reverse=True):
+            if str(path.parent) not in sys.path:
+                sys.path.insert(0, str(path.parent))
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # collection tells
+                importlib.import_module(path.stem)
 
 
 @pytest.hookimpl(tryfirst=True)
