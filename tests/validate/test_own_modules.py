@@ -157,8 +157,10 @@ def test_fresh_and_swept_cases(own_bundles):
 
 
 def test_code_that_may_run_draws_fresh_cases_and_a_file_that_is_elsewhere_is_named(
-    copied, run_cli, refused, monkeypatch
+    own_bundles, tmp_path, run_cli, refused, monkeypatch
 ):
+    small = own_bundles("one_layer", golden=("opt", "probe"))
+    copied = open_bundle(Path(shutil.copytree(small.path, tmp_path / "copy")))
     monkeypatch.setattr(isolation, "trust_code", False)
     monkeypatch.setattr(isolation, "own", set())
     drawn, quick = [], ("--backend", "ort-cpu", "--no-report", "--json")
@@ -166,7 +168,7 @@ def test_code_that_may_run_draws_fresh_cases_and_a_file_that_is_elsewhere_is_nam
         done = run_cli("validate", copied.path, *quick, *trust)
         drawn.append({each["cases"] for each in json.loads(done.out)["parity"]} - {"golden", "layers"})
     assert drawn == [set(), {"fresh"}]
-    edit_manifest(copied.path, lambda data: data["spec"].update(factory="gone/own_models.py:encoder"))
+    edit_manifest(copied.path, lambda data: data["spec"].update(factory="gone/own_models.py:one_layer"))
     refused("validate", copied.path, "--fresh", "1", what="is not here", got="gone/own_models.py")
 
 
