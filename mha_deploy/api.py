@@ -926,6 +926,7 @@ def matrix(
     jobs: int | None = None,
     address: str | None = None,
     on_cell: Callable[[MatrixCell, int, int], None] | None = None,
+    on_step: OnStep | None = None,
 ) -> Matrix:
     """Build and judge every combination of a plan: models, precisions, runtimes, GPUs and options.
 
@@ -935,6 +936,7 @@ def matrix(
         jobs: Local processes, this many at a time, instead of Ray; default: Ray, or 1 without it.
         address: Address of a Ray cluster; default: Ray on this machine.
         on_cell: Called with every cell as it is done, how many are done, and how many there are.
+        on_step: Called as each step begins.
 
     Returns:
         The `cells`, each with its `status` and `report`; `passed`, `headline`, `save(folder)`.
@@ -960,7 +962,7 @@ def matrix(
     local = nullcontext(LocalWorkers(jobs or 1, Path(out)))
     opened: Any = closing(RayWorkers(address, jobs)) if on_ray else local
     with opened as workers:
-        return run_matrix(read, Path(out), workers, exported, on_cell)
+        return run_matrix(read, Path(out), workers, exported, on_cell, uncounted(on_step))
 
 
 # -- What is known without running anything --------------------------------------------------------

@@ -175,7 +175,7 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
 def _about(spec: ModelSpec) -> str:
     """What a model is, in a few words."""
     origin = spec.factory or spec.summary or "an object in memory"
-    return f"{origin}, {size(spec.weight_bytes)} of weights"
+    return f"{origin}, {size(spec.weight_bytes)} of weights in the graph"
 
 
 @_about.register(AttentionSpec)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import MISSING, asdict
@@ -696,8 +697,8 @@ def matrix(
 ) -> Result:
     """Build and judge every combination of models, precisions, runtimes, GPUs and options of a plan."""
     md.refuse_outputs(options["out"], "matrix", record=record, overwrite=overwrite)
-    with _show_cells(f"matrix {plan.name}") as on_cell:
-        found = md.matrix(plan, on_cell=on_cell, **options)
+    with _show_cells(f"matrix {plan.name}") as (on_cell, on_step):
+        found = md.matrix(plan, on_cell=on_cell, on_step=on_step, **options)
     page = found.save(options["out"], overwrite=overwrite)
     if record is not None:
         found.record(record)
@@ -717,10 +718,12 @@ def _verdict(found: Any, markdown: bool) -> RenderableType | None:
 
 
 @contextmanager
-def _show_cells(title: str) -> Iterator[Callable[[MatrixCell, int, int], None] | None]:
-    """Show the cells as they are done: a live table on a terminal, elsewhere a line for each."""
+def _show_cells(
+    title: str,
+) -> Iterator[tuple[Callable[[MatrixCell, int, int], None] | None, md.OnStep | None]]:
+    """Show steps and cells: a live table on a terminal, elsewhere a line for each."""
     if is_quiet():
-        yield None
+        yield None, None
         return
     from rich.console import Console
     from rich.live import Live
@@ -740,10 +743,16 @@ def _show_cells(title: str) -> Iterator[Callable[[MatrixCell, int, int], None] |
         line = f"{done}/{total} {cell.model} {cell.precision}, {cell.runtime}: {cell.summary}{again}"
         console.print(line, highlight=False, markup=False)
 
+    def show_step(name: str, *_: int) -> None:
+        if live is not None:
+            live.update(tables.cells_renderable(cells[-console.height + 6 :], name))
+        else:
+            line = f"{title}: {name} ({time.monotonic() - started:.1f} s)"
+            console.print(line, highlight=False, markup=False)
+
+    started = time.monotonic()
     with live or nullcontext():
-        if live is None:
-            console.print(f"{title}: export, build and judge", highlight=False, markup=False)
-        yield show_cell
+        yield show_cell, show_step
 
 
 # -- What is known without running anything --------------------------------------------------------

@@ -216,6 +216,9 @@ class ExportSource(ABC):
         self.places = {str(n.name): place_of(n) for n in model.graph.all_nodes() if is_attention(n)}
         tensors = {"inputs": model.graph.inputs, "outputs": model.graph.outputs}
         known |= {name: tuple(map(self._tensor, values)) for name, values in tensors.items()}
+        # Of the graph, whose types may be others than those of the module.
+        weights = (each.const_value for each in model.graph.initializers.values())
+        known["weight_bytes"] = sum(each.nbytes for each in weights if each is not None)
         self.spec = ModuleSpec(**known, attention_count=self.attentions, mixed=self.auto)
 
     def _tensor(self, value: ir.Value) -> TensorSpec:

@@ -153,14 +153,12 @@ class OnnxSource(ExportSource):
         for value in model.graph.inputs:
             value.shape = ir.Shape(self.dims[str(value.name)])
         self.model, self.opset = model, int(model.graph.opset_imports[""])
-        weights = [each.const_value for each in model.graph.initializers.values() if each.const_value]
         self.describe(
             model,
             outputs,
             name=self.title,
             axes=self.axes,
             cached=cached,
-            weight_bytes=sum(each.nbytes for each in weights),
             state_sha256=sha256(self.path),
             seed=self.options.seed,
             summary=self.summary,

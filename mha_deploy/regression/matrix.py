@@ -35,7 +35,7 @@ from mha_deploy.engine.engine import Engine, first_gpu, parse_ranges, reasons_no
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.files import PathPart, as_plain, check_plain, read_json, read_regular
 from mha_deploy.model.catalog import find_spec, is_factory
-from mha_deploy.options import EngineOptions, ValidateOptions
+from mha_deploy.options import EngineOptions, OnName, ValidateOptions, silent
 from mha_deploy.output import (
     check_file,
     copy_file,
@@ -635,16 +635,23 @@ _FIGURES: Sequence[tuple[str, Callable[[MatrixCell], float | None], Callable[[An
 
 
 def run_matrix(
-    plan: Plan, folder: Path, workers: Workers, export: Export, on_cell: OnCell | None = None
+    plan: Plan,
+    folder: Path,
+    workers: Workers,
+    export: Export,
+    on_cell: OnCell | None = None,
+    on_step: OnName = silent,
 ) -> Matrix:
     """Do what is missing of a plan; bundles and results are kept in `folder`, `on_cell` gets every cell."""
     on_cell = on_cell or (lambda *_: None)
+    on_step("runtimes of the plan")
     probes = {(each.name, gpu): workers.probe(each, gpu) for each in plan.runtimes for gpu in plan.gpus}
     cells: dict[tuple[str, ...], MatrixCell] = {}
     tasks: list[_Task] = []
     for entry, precision in product(plan.models, plan.precisions):
         model = entry if isinstance(entry, ModelEntry) else ModelEntry(model=entry)
         name, bundle, problem = model.name or Path(model.model).name, None, ""
+        on_step(f"bundle of {name}, {precision}")
         try:
             made = _bundle(model, precision, plan, folder, export)
             if made is None:
@@ -677,6 +684,8 @@ def run_matrix(
     done = [cell for place, cell in cells.items() if place not in waiting]
     for count, cell in enumerate(done, 1):
         on_cell(cell, count, len(cells))
+    if tasks:
+        on_step(f"{plural(len(tasks), 'engine')} to build and judge")
     for count, (task, result) in enumerate(workers.run(tasks), len(done) + 1):
         cells[task.cell.place] = cell = _with_result(task.cell, result)
         if cell.status in _FINAL:

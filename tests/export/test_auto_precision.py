@@ -3,8 +3,10 @@
 import math
 
 import numpy as np
+import onnx
 import pytest
 import torch
+from onnx import numpy_helper
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -107,3 +109,11 @@ def check(name, folder):
 )
 def test_a_module_that_fp16_cannot_hold_is_the_same_function(name, tmp_path):
     check(name, tmp_path / "bundle")
+
+
+def test_the_weights_of_a_bundle_are_those_of_its_graph(own_bundles):
+    bundle = own_bundles("overflowing", "auto")
+    graph = onnx.load(bundle.model_path).graph
+    assert bundle.manifest.spec.weight_bytes == sum(
+        numpy_helper.to_array(t).nbytes for t in graph.initializer
+    )

@@ -146,9 +146,14 @@ def test_a_result_that_was_cut_short_is_done_again(bundles, tmp_path):
 
 
 def test_what_cannot_be_done_is_unavailable_with_the_reason(bundles, tmp_path):
-    counts = []
+    counts, steps = [], []
     plan = plan_of(str(bundles("tiny-gqa").path), "no-such-model")
-    done = run(plan, tmp_path, Scripted(), on_cell=lambda cell, count, total: counts.append((count, total)))
+
+    def count_cell(cell, count, total):
+        counts.append((count, total))
+
+    done = run(plan, tmp_path, Scripted(), on_cell=count_cell, on_step=steps.append)
+    assert [each for each in steps if "no-such-model" in each], "each step has a name"
     assert [cell.status for cell in done.cells] == [NOT_RUN, "unavailable"]
     assert "no-such-model" in done.cells[1].why
     assert counts == [(1, 2), (2, 2)]
@@ -232,8 +237,9 @@ def test_a_matrix_says_at_once_that_it_began_and_with_q_nothing_but_the_verdict(
         "runtimes = [{name = 'none', backend = 'tensorrt', path = '/'}]\ngpus = ['none']\n"
     )
     command = ("matrix", plan, "-o", tmp_path / "out", "--jobs", "1")
-    first, cell = run_cli(*command).err.splitlines()
-    assert first.startswith("matrix plan.toml: ")
+    *steps, cell = run_cli(*command).err.splitlines()
+    assert len(steps) == 2, "the runtimes, and one bundle"
+    assert all(each.startswith("matrix plan.toml: ") for each in steps)
     assert cell.startswith("1/1 tiny-gqa")
     assert run_cli(*command, "-q").err == ""
 
