@@ -104,6 +104,7 @@ class Kind(Word):
     ENGINE_NOT_CONFIRMED = "engine not confirmed"
     FOREIGN_ENGINE = "foreign engine"
     OUTPUTS_NOT_JUDGED = "outputs not judged"
+    ATTENTION_CHANGED = "attention changed"
     LOSS = "loss"
     WRONG_ON_DATA = "wrong on data"
     DATA_NOT_VERIFIED = "data not verified"

@@ -337,6 +337,10 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
     Kind.OUTPUTS_NOT_JUDGED: lambda finding: (
         f"{finding.place.runner} has outputs that the bundle knows nothing of: {', '.join(finding.names)}"
     ),
+    Kind.ATTENTION_CHANGED: lambda finding: (
+        f"{finding.place.runner} has another attention than the bundle: {finding.detail} "
+        f"({summarize_names(finding.names)})"
+    ),
     Kind.DEMAND_NOT_MET: lambda finding: (
         f"{finding.names[0]}: {short(finding.numbers['got'])} {finding.detail}, "
         f"{short(finding.numbers['wanted'])} is required"

@@ -63,6 +63,15 @@ class Conversion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     subject: Annotated[str, means("its type in what was judged")]
 
 
+class AttentionDifference(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An attribute that attentions of a graph have otherwise than those of the same names in the bundle."""
+
+    attribute: Annotated[str, means("`is_causal`, `softmax_scale`, `mask`, …")]
+    bundle: Annotated[str, means("its value in the bundle")]
+    subject: Annotated[str, means("its value in what was judged")]
+    nodes: Annotated[tuple[str, ...], means("the attentions")]
+
+
 class PlanVerdict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the kernels of a foreign plan show, as far as TensorRT reports them."""
 
@@ -94,7 +103,13 @@ class SubjectRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     plan: Annotated[
         PlanVerdict | None, means("what the kernels of an engine show; null for a graph or a runner")
     ]
+    attention: Annotated[
+        tuple[AttentionDifference, ...], means("what its attentions have otherwise than the bundle's")
+    ] = ()
 
+
+_MEANING = ("is_causal", "softmax_scale", "softcap", "left_window", "right_window", "mask", "Hq", "Hkv")
+"""The attributes of an attention that decide what it computes."""
 
 # -- Names and types -------------------------------------------------------------------------------
 
@@ -329,6 +344,7 @@ class Subject:
             name=self.name, kind=self.kind, backend=runner.name,
             sha256=None if self._file is None else sha256(self._file),
             names=mapped, converted=how.converted, not_judged=how.not_judged, plan=plan,
+            attention=self._attention_differences(),
         )  # fmt: skip
         # A graph may have fixed sizes where the model has ranges: it is judged where it can be.
         is_fixed = any(
@@ -342,6 +358,22 @@ class Subject:
         if kind is FittedRunner and is_fixed:
             kind = FixedSizesRunner
         return kind(runner, self.name, how, self.names, keep_open=self._keep_open)
+
+    def _attention_differences(self) -> tuple[AttentionDifference, ...]:
+        """What changes the meaning of an attention, for those of a graph that kept their names."""
+        if self.kind is not SubjectKind.GRAPH or self._file is None:
+            return ()
+        own = {each["name"]: each for each in self.bundle.manifest.attention}
+        found = dict[tuple[str, str, str], list[str]]()
+        for node in attention_nodes(load_graph(self._file)):
+            theirs, ours = node.describe(), own.get(node.name, {})
+            for name in _MEANING:
+                if name in ours and theirs[name] != ours[name]:
+                    found.setdefault((name, str(ours[name]), str(theirs[name])), []).append(node.name)
+        return tuple(
+            AttentionDifference(attribute=name, bundle=ours, subject=theirs, nodes=tuple(nodes))
+            for (name, ours, theirs), nodes in found.items()
+        )
 
     def _plan_verdict(self, runner: Runner) -> PlanVerdict:
         """What its kernels show, by TensorRT's inspector and by the plan itself."""

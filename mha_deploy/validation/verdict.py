@@ -579,6 +579,10 @@ def _about_subjects(report: Validation, options: ValidateOptions) -> Iterator[Fi
         if each.not_judged:
             about: dict[str, Any] = {"runner": each.name, "names": each.not_judged}
             yield _found(Severity.NOTE, Section.PARITY, Kind.OUTPUTS_NOT_JUDGED, **about)
+        for found in each.attention:
+            detail = f"{found.attribute} is {found.subject}, in the bundle {found.bundle}"
+            about = {"runner": each.name, "names": found.nodes, "detail": detail}
+            yield _found(Severity.NOTE, Section.PARITY, Kind.ATTENTION_CHANGED, **about)
         fusion = FusionStatus.UNKNOWN if each.plan is None else each.plan.fusion
         precision = PrecisionStatus.UNKNOWN if each.plan is None else each.plan.precision
         if fusion is not FusionStatus.FUSED and (each.plan is not None or options.require_fused):

@@ -94,6 +94,7 @@ def test_another_right_export_passes_under_its_own_names_and_types(
     (subject,) = report.to_dict()["subjects"]
     assert (subject["kind"], subject["name"], subject["names"]) == ("graph", "other.onnx", renamed)
     assert [each["tensor"] for each in subject["converted"]] == types
+    assert subject["attention"] == []
     assert len(report.to_dict()["parity"][0]["verdicts"]) == len(bundle.manifest.golden)
 
 
@@ -105,6 +106,28 @@ def test_another_export_that_is_wrong_fails_with_exit_1(bundle, other, run_cli, 
     assert check_report(data) == []
     assert data["verdict"]["outcome"] == "failed"
     assert data["verdict"]["findings"][0]["kind"] == Kind.WRONG_OUTPUTS
+
+
+def test_an_attention_without_its_causal_mask_is_named(bundles, tmp_path):
+    bundle = bundles("tiny-mqa")
+    model = onnx.load(bundle.model_path)
+    (node,) = [node for node in model.graph.node if node.op_type == "Attention"]
+    kept = [each for each in node.attribute if each.name != "is_causal"]
+    assert len(kept) < len(node.attribute)
+    del node.attribute[:]
+    node.attribute.extend(kept)
+    onnx.save(model, tmp_path / "other.onnx")
+    report = md.validate(bundle, graphs=[tmp_path / "other.onnx"], **QUICK)
+    assert not report.passed
+    (found,) = [each for each in report.findings if each.kind is Kind.ATTENTION_CHANGED]
+    assert found.names == (node.name,)
+    (subject,) = report.to_dict()["subjects"]
+    (difference,) = subject["attention"]
+    assert (difference["attribute"], difference["bundle"], difference["subject"]) == (
+        "is_causal",
+        "True",
+        "False",
+    )
 
 
 def test_the_report_of_another_graph_is_beside_that_of_the_bundle(bundle, other, run_cli, tmp_path):
