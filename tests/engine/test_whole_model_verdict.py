@@ -141,6 +141,54 @@ def test_a_matmul_that_stays_wide_is_not_narrowed() -> None:
     assert len(precision_verdict([matmul("wide")], "fp16", types).narrowed) == 2
 
 
+@pytest.mark.parametrize(
+    ("changes", "status"),
+    [
+        ({}, "selected at load"),
+        # Another input, constant, attribute or operator; and numbers that are drawn anew.
+        ({"size": ["other"]}, "unknown"),
+        ({"f1": [1.0, 0.75, 0.25, 0.125]}, "unknown"),
+        ({"equation": "j,i->ji"}, "unknown"),
+        ({"made": ("Identity", "Neg")}, "unknown"),
+        ({"made": ("RandomUniformLike", "RandomUniformLike")}, "unknown"),
+    ],
+)
+def test_one_kernel_is_enough_for_two_equal_matmuls(changes, status) -> None:
+    """The table of rotary positions in each of two layers: TensorRT merges them, and names one."""
+    types = written_types(positions_of_two_layers(**changes))
+    kernels = [replace(each, is_traced=True) for each in (matmul("mm"), matmul("outer_0", "fp32"))]
+    assert precision_verdict(kernels, "fp16", types).status == status
+    (without,) = precision_verdict(kernels[:1], "fp16", types).reasons
+    assert without.kind == ReasonKind.MATMUL_NOT_REPORTED
+
+
+def positions_of_two_layers(
+    *, size=("S",), f1=(1.0, 0.5, 0.25, 0.125), equation="i,j->ij", made=("Identity", "Identity")
+) -> ir.Model:
+    """The sizes come from two values of one shape, and the frequencies are two equal constants."""
+    node, nodes = helper.make_node, []
+    for at, form in enumerate(("i,j->ij", equation)):
+        nodes += [
+            node("Shape", [f"x{at}"], [f"shape{at}"], name=f"shape_{at}"),
+            node("Squeeze", [f"shape{at}"], [f"size{at}"], name=f"size_{at}"),
+            node("Range", ["zero", f"size{at}", "one"], [f"whole{at}"], name=f"range_{at}"),
+            node("Cast", [f"whole{at}"], [f"p{at}"], name=f"cast_{at}", to=TensorProto.FLOAT),
+            node(made[at], [f"p{at}"], [f"q{at}"], name=f"made_{at}"),
+            node("Einsum", [f"q{at}", f"f{at}"], [f"y{at}"], name=f"outer_{at}", equation=form),
+        ]
+    nodes.append(node("MatMul", ["h", "h"], ["y"], name="mm"))
+    constants = {"zero": 0, "one": 1, "f0": np.array([1.0, 0.5, 0.25, 0.125], np.float32)}
+    constants["f1"] = np.array(f1, np.float32)
+    info = helper.make_tensor_value_info
+    ends = [info("x0", TensorProto.FLOAT, ["S"]), info("x1", TensorProto.FLOAT, [*size])]
+    outputs = [info(name, TensorProto.FLOAT, None) for name in ("y0", "y1")]
+    half = [info(name, TensorProto.FLOAT16, [4, 4]) for name in ("h", "y")]
+    held = [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()]
+    graph = helper.make_graph(nodes, "g", [*ends, half[0]], [*outputs, half[1]], held)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    return infer_shapes(ir.from_proto(model))
+
+
 @pytest.fixture(scope="module")
 def sandwich():
     """A matmul in FP32 between two Casts, with weights that FP16 cannot hold."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated
+from typing import Annotated, cast
 
 import onnx_ir as ir
 from msgspec import Struct
 from msgspec.structs import replace
 
+from mha_deploy.graph.ir import constant, dims, is_op
 from mha_deploy.graph.plugin_node import fp8_values, multiplies_fp8
 from mha_deploy.graph.quantize import quantized_gemms
-from mha_deploy.graph.roles import MATMULS, QUANTIZERS, SOFTMAXES
+from mha_deploy.graph.roles import MATMULS, QUANTIZERS, RANDOM, SOFTMAXES
 from mha_deploy.runtime.tensorrt.kernels import FLOATING, UNKNOWN, EngineTensor, Kernel, dtype_of
 from mha_deploy.status import Word, means
 
@@ -116,16 +117,59 @@ class WrittenTypes:
     is_custom: bool = False  # not an operator of ONNX
     # Of a matmul, the type from which both its factors are dequantized; of Q/DQ nodes their type.
     quantized: str | None = None
+    twin_of: str = ""  # the first node that computes the same from the same inputs: a builder merges the two
 
 
 Written = Mapping[str, WrittenTypes]
 """The types of the nodes, by TensorRT's names for them, in the order of the graph."""
 
 
+_LARGE = 2**16  # numbers of a constant that are compared with another one
+_PLAIN = frozenset(
+    getattr(ir.AttributeType, name) for name in ("INT", "INTS", "FLOAT", "FLOATS", "STRING", "STRINGS")
+)
+
+
+def _twins(model: ir.Model) -> dict[ir.Node, ir.Node]:
+    """The nodes that compute what an earlier one does: operator, attributes and inputs are equal."""
+    numbers: dict[ir.Value, int] = {}  # equal values have equal numbers
+    known: dict[Hashable, int] = {}
+    first: dict[Hashable, ir.Node] = {}
+    twins: dict[ir.Node, ir.Node] = {}
+
+    def number(value: ir.Value | None) -> int:
+        if value is not None and value not in numbers:
+            held, key = constant(value), cast(Hashable, value)
+            if held is not None and held.size <= _LARGE and held.dtype != ir.DataType.STRING:
+                key = (held.dtype, tuple(held.shape), held.tobytes())
+            numbers[value] = known.setdefault(key, len(known))
+        return -1 if value is None else numbers[value]
+
+    for node in model.graph:
+        attributes = node.attributes.values()
+        is_plain = all(each.type in _PLAIN and not each.is_ref() for each in attributes)
+        if is_op(node, "Identity"):
+            numbers[node.outputs[0]] = number(node.inputs[0])
+        elif is_plain and node.domain in _DOMAINS and node.op_type not in (*RANDOM, "Constant"):
+            # The shapes of two values are equal if their sizes are, whatever the values are.
+            sizes = dims(node.inputs[0]) if is_op(node, "Shape") else ()
+            inputs = ("sizes", *sizes) if sizes and None not in sizes else tuple(map(number, node.inputs))
+            key = (node.op_type, frozenset((each.name, str(each.value)) for each in attributes), inputs)
+            if first.setdefault(key, node) is not node:
+                twins[node] = first[key]
+            for at, value in enumerate(node.outputs):
+                numbers[value] = known.setdefault((key, at), len(known))
+    return twins
+
+
 def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
     """The types of every node of the graph that TensorRT gets; unknown ones are left out."""
     found: dict[str, WrittenTypes] = {}
     constants: set[ir.Value] = set()
+    twins = _twins(model)
+
+    def name_of(node: ir.Node) -> str:
+        return node.name or f"node_of_{node.outputs[0].name}"
 
     def types(node: ir.Node, values: Iterable[ir.Value | None]) -> frozenset[str]:
         known = (value.dtype for value in values if value is not None and value.dtype is not None)
@@ -149,7 +193,7 @@ def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
         is_constant = all(value in constants or value.is_initializer() for value in inputs)
         constants.update(node.outputs if is_constant else ())
         is_attention = node.op_type.endswith("Attention")
-        found[node.name or f"node_of_{node.outputs[0].name}"] = WrittenTypes(
+        found[name_of(node)] = WrittenTypes(
             reads=types(node, node.inputs),
             writes=types(node, node.outputs) | ({"fp8"} if fp8_values(node) & {*node.outputs} else set()),
             is_matmul=node.op_type in _MATMULS or is_attention,
@@ -158,6 +202,7 @@ def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
             is_constant=is_constant,
             is_custom=node.domain not in _DOMAINS,
             quantized=quantized(node),
+            twin_of=name_of(twins[node]) if node in twins else "",
         )
     return found
 
@@ -512,6 +557,7 @@ def _matmuls_by_graph(kernels: Sequence[Kernel], written: Written) -> tuple[set[
 
     A matmul may be generated as elementwise multiplications and their sum, which its kernel's name does not
     distinguish from a norm. What no kernel of a profile reports is missing: such a report is not complete.
+    Of equal matmuls one kernel is enough.
     Only where the nodes of a kernel are recorded one by one: elsewhere they are parts of the names of layers.
     """
     generated: set[int] = set()
@@ -528,7 +574,8 @@ def _matmuls_by_graph(kernels: Sequence[Kernel], written: Written) -> tuple[set[
                 generated.add(id(kernel))
                 reported.update(names)
         if any(kernel.is_traced for kernel in mine):
-            missing += [name for name in left if name not in reported]
+            computed = {written[name].twin_of or name for name in reported if name in written}
+            missing += [name for name in left if (written[name].twin_of or name) not in computed]
     return generated, missing
 
 
