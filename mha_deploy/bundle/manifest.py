@@ -308,7 +308,9 @@ class LossRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         means("whether these samples were not used for calibration and ranking; a limit holds on both sets"),
     ] = False
     outputs: Annotated[list[LossOutput], means("one for every output")]
-    layers: Annotated[list[LossLayer], means("one for every part that could be compressed")]
+    layers: Annotated[
+        list[LossLayer], means("one for every part that was tried, and for every other GEMM with a weight")
+    ]
     search: Annotated[
         list[LossPoint], means("the choices that were tried to keep a limit; empty without one")
     ] = field(default_factory=list)

@@ -36,11 +36,14 @@ from mha_deploy.graph.quantize import (
     AttentionLayer,
     EightBits,
     GemmLayer,
+    OtherGemm,
     attention_layers,
     find_format,
     fp16_scale,
     gemm_layers,
     named_nodes,
+    other_gemms,
+    with_plain_weights,
     with_quantized,
     with_weights_apart,
 )
@@ -368,6 +371,7 @@ def quantize(original: Original, options: ExportOptions, on_step: OnName = silen
     if not layers:
         what, hint = "The model has no GEMM that can be quantized.", "--precision fp16 or auto"
         raise ExportError(what, got=original.name, hint=f"{hint}; a GEMM with a constant weight")
+    parts = [*layers, *other_gemms(original.model)]
     given = options.data if options.data is not None else original.samples
     samples = Samples(original=original, given=given, limit=options.data_limit)
     with graph_code(f"graph {original.name}"):
@@ -380,9 +384,9 @@ def quantize(original: Original, options: ExportOptions, on_step: OnName = silen
             late = time.monotonic() - began > _SECONDS
             alone[each.name] = None if late else trials.loss([each.name])
         ranked = _ranked(layers, alone)
-        kept, points = _search(trials, layers, ranked, limit, on_step)
+        kept, points = _search(trials, parts, ranked, limit, on_step)
         del trials  # its weights in FP64, before two other models are
-        places = {each.name: each.output for each in layers}
+        places = {each.name: each.output for each in parts}
         while True:  # what a few samples allow, others may not
             model = with_quantized(original.model, format, scales, kept, attentions)
             outputs, inside, judged, count = measure_loss(
@@ -398,20 +402,20 @@ def quantize(original: Original, options: ExportOptions, on_step: OnName = silen
                 layers=[
                     LossLayer(
                         name=each.name,
-                        is_compressed=each.name not in kept,
+                        is_compressed=each.name in alone and each.name not in kept,
                         relative_l2=inside[each.name][0],
                         sqnr_db=inside[each.name][1],
-                        alone=alone[each.name],
+                        alone=alone.get(each.name),
                     )
-                    for each in layers
+                    for each in parts
                 ],
                 limit=limit,
                 metric=judged,
             )
-            points[len(kept)] = changed(_point(layers, kept, record.worst), is_chosen=True)
+            points[len(kept)] = changed(_point(parts, ranked[len(kept) :], record.worst), is_chosen=True)
             if limit is None or record.worst <= limit:
                 break
-            points[len(kept)] = _point(layers, kept, record.worst)
+            points[len(kept)] = _point(parts, ranked[len(kept) :], record.worst)
             kept = ranked[: len(kept) + 1]
             if len(kept) == len(layers):
                 raise _exceeded(record, alone)
@@ -424,7 +428,7 @@ def prepared(model: ir.Model) -> ir.Model:
     copy = named_nodes(model.clone())
     if why_opset_stays(copy) is None:
         raise_opset(copy)
-    return infer_shapes(copy)
+    return infer_shapes(with_plain_weights(copy))
 
 
 def _ranked(layers: Sequence[Part], alone: Mapping[str, float | None]) -> list[str]:
@@ -433,15 +437,14 @@ def _ranked(layers: Sequence[Part], alone: Mapping[str, float | None]) -> list[s
     return sorted((each.name for each in layers), key=lambda name: -cost[name])
 
 
-def _point(layers: Sequence[Part], kept: Sequence[str], loss: float) -> LossPoint:
-    total = sum(each.size for each in layers)
-    share = sum(each.size for each in layers if each.name not in kept) / max(total, 1)
-    return LossPoint(compressed=len(layers) - len(kept), share=share, loss=loss)
+def _point(parts: Sequence[Part | OtherGemm], chosen: Sequence[str], loss: float) -> LossPoint:
+    share = sum(each.size for each in parts if each.name in chosen) / max(sum(x.size for x in parts), 1)
+    return LossPoint(compressed=len(chosen), share=share, loss=loss)
 
 
 def _search(
     trials: Trials,
-    layers: Sequence[Part],
+    parts: Sequence[Part | OtherGemm],
     ranked: Sequence[str],
     limit: float | None,
     on_step: OnName,
@@ -452,9 +455,9 @@ def _search(
     points = dict[int, LossPoint]()
 
     def fits(count: int) -> bool:
-        on_step(Step("search", f"{len(layers) - count} of {len(layers)} parts"))
-        kept = ranked[:count]
-        points[count] = _point(layers, kept, trials.loss([n for n in ranked if n not in kept]))
+        on_step(Step("search", f"{len(ranked) - count} of {len(parts)} parts"))
+        chosen = ranked[count:]
+        points[count] = _point(parts, chosen, trials.loss(chosen))
         return points[count].loss <= limit
 
     low, high = 0, len(ranked) - 1  # one part at least

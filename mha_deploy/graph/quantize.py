@@ -27,7 +27,9 @@ from mha_deploy.graph.ir import (
     is_op,
     made_by,
     new_initializer,
+    perm,
     rank,
+    weight_behind,
 )
 from mha_deploy.graph.roles import MOVES, QUANTIZERS
 from mha_deploy.threads import for_each_part, parts_of
@@ -196,6 +198,14 @@ class AttentionLayer:
         return f"{self.name}/weighted_values"
 
 
+class OtherGemm(NamedTuple):
+    """A GEMM with a weight that cannot be quantized."""
+
+    name: str  # of its node
+    output: str
+    size: int  # how many weights it has
+
+
 def attention_layers(model: ir.Model) -> list[AttentionLayer]:
     """The attentions of the main graph that can be quantized, in the order of the graph.
 
@@ -256,6 +266,39 @@ def named_nodes(model: ir.Model) -> ir.Model:
             node.name = next((str(value.name) for value in node.outputs if value.name), node.op_type)
         taken.add(node.name)
     return model
+
+
+def with_plain_weights(model: ir.Model) -> ir.Model:
+    """The same graph, whose GEMMs read weights and not copies of them; changed in place.
+
+    PyTorch's older exporter shares equal weights by `Identity`, and may leave a `Transpose` behind them.
+    """
+    for node in [node for node in model.graph if is_op(node, "Identity", "Transpose")]:
+        source, old = node.inputs[0], node.outputs[0]
+        tensor = constant(source)
+        if source is None or tensor is None or len(tensor.shape) != 2 or old.is_graph_output():
+            continue
+        if is_op(node, "Transpose") and perm(node) == (1, 0):
+            turned = np.ascontiguousarray(tensor.numpy().T)
+            source = new_initializer(model.graph, f"{old.name}/transposed", turned, tensor.dtype)
+        old.replace_all_uses_with(source)
+        model.graph.remove(node, safe=True)
+    return model
+
+
+def other_gemms(model: ir.Model) -> list[OtherGemm]:
+    """The GEMMs of the main graph with a weight that cannot be quantized, in the order of the graph."""
+    names, found = {each.name for each in gemm_layers(model)}, []
+    for node in model.graph:
+        if not is_op(node, "MatMul", "Gemm") or str(node.name) in names:
+            continue
+        weights = [each for value in node.inputs[:2] if (each := weight_behind(value)) is not None]
+        sizes = [each.const_value.shape.numpy() for each in weights if each.const_value is not None]
+        # One row or column is a vector, as the frequencies of a rotary embedding are.
+        if len(sizes) == 1 and sum(size > 1 for size in sizes[0]) > 1:
+            output = str(node.outputs[0].name)
+            found.append(OtherGemm(name=str(node.name), output=output, size=int(np.prod(sizes[0]))))
+    return found
 
 
 def gemm_layers(model: ir.Model) -> list[GemmLayer]:

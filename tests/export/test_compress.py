@@ -62,6 +62,28 @@ def test_weights_and_activations_of_every_gemm_are_quantized(bundles, name, kind
     assert [node.op_type for node in graph.node].count("Attention") == 1
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_a_gemm_whose_weight_is_a_copy_is_quantized_and_another_is_counted(model, tmp_path, name):
+    file = onnx.load(model)
+    held = {each.name: each for each in file.graph.initializer}
+    turned, deep = numpy_helper.to_array(held["down.w"]).T.copy(), numpy_helper.to_array(held["up.w"])[None]
+    held["down.w"].CopyFrom(numpy_helper.from_array(turned, "down.stored"))
+    held["up.w"].CopyFrom(numpy_helper.from_array(deep, "up.w"))
+    file.graph.initializer.remove(held["k.w"])
+    file.graph.node.insert(0, onnx.helper.make_node("Identity", ["q.w"], ["k.w"]))
+    file.graph.node.insert(0, onnx.helper.make_node("Transpose", ["down.stored"], ["down.w"], perm=[1, 0]))
+    onnx.save(file, tmp_path / "shared.onnx")
+    options = {**OPTIONS, "data": samples(), "max_loss": 0.5}
+    bundle = md.export(tmp_path / "shared.onnx", tmp_path / "out", precision=name, **options)
+    quantized = set(GEMMS) - {"up"}
+    assert dict(quantized_gemms(load_graph(bundle.model_path))) == dict.fromkeys(quantized, name)
+    loss = bundle.manifest.loss
+    assert {each.name: each.is_compressed for each in loss.layers} == {x: x in quantized for x in GEMMS}
+    sizes = {each: array.size for each, array in weights().items()}
+    share = 1 - sizes["up"] / sum(sizes.values())
+    assert [(x.compressed, x.share) for x in loss.search] == [(len(quantized), pytest.approx(share))]
+
+
 def test_weights_that_stay_as_they_are_stored_give_the_same_numbers(bundles, model, tmp_path, monkeypatch):
     for name in ("exporter.file_program._MOST_WIDE", "exporter.file_program._LARGE", "threads._AT_ONCE"):
         monkeypatch.setattr(f"mha_deploy.{name}", 100)
