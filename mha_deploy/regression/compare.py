@@ -392,7 +392,7 @@ def _measure_contents(result: ModelResult) -> Measured:
     if result.contents:
         for case in result.contents.cases:
             yield "coverage", case, Measurement("text", "bundle", case, "present")
-        yield "coverage", "attention nodes in the graph", _count("bundle", result.contents.attention)
+        yield "fusion", "attention nodes in the graph", _count("bundle", result.contents.attention)
         yield "size", "graph", _bytes("bundle", result.contents.graph_bytes)
     axes = _spec(result).get("axes")
     for axis, sizes in (axes if isinstance(axes, dict) else {}).items():
@@ -405,7 +405,7 @@ def _measure_load(result: ModelResult, names: Mapping[str, str]) -> Measured:
     for load in result.serving or ():
         owner, place = "server", f"server, {plural(load.clients, 'client')}"
         answered, share = f"{load.answered} of {load.requests}", load.answered / max(load.requests, 1)
-        yield "coverage", f"{place}: answers", _count(owner, share, answered)
+        yield "error", f"{place}: answers", _count(owner, share, answered)
         yield "coverage", f"{place}: requests", _count(owner, load.requests)
         yield "error", f"{place}: wrong", _count(owner, -load.wrong, str(load.wrong))
         if load.p50_ms is not None:
@@ -1058,7 +1058,7 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
         {each.name for each in engines[0]} - {names.get(each.name, each.name) for each in engines[1]}
     )
     owners = {item.owner for item in after.values()}
-    lost, reported = REGRESSION if limits.coverage else CHANGED, set[str]()
+    reported = set[str]()
     for (section, subject), first in before.items():
         second = after.get((section, subject))
         if second is not None:
@@ -1075,10 +1075,10 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
         elif section in _FIGURES:
             found.append(Change(section, subject, CHANGED, first.shown, NOTHING))
         elif not first.owner or first.owner in owners:
-            found.append(Change("coverage", f"{section}: {subject}", lost, first.shown, NOTHING, _GONE))
+            found.append(Change("coverage", f"{section}: {subject}", REGRESSION, first.shown, NOTHING, _GONE))
         elif first.owner not in reported:
             reported.add(first.owner)
-            found.append(Change("coverage", first.owner, lost, "present", "absent", _GONE))
+            found.append(Change("coverage", first.owner, REGRESSION, "present", "absent", _GONE))
     for (section, subject), item in after.items():
         if (section, subject) not in before and not is_skipped(section, item):
             level, why = _judge_alone(section, item)
@@ -1089,6 +1089,11 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
             replace(each, level=NOT_COMPARABLE, why=why)
             if each.section in unrated and each.level is not SAME
             else each
+            for each in found
+        ]
+    if not limits.coverage:
+        found = [
+            replace(each, level=CHANGED) if (each.section, each.level) == ("coverage", REGRESSION) else each
             for each in found
         ]
     return found

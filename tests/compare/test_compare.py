@@ -147,6 +147,13 @@ def test_a_planted_regression_is_reported(name):
     assert noisy or any(change.level in ("improvement", "regression") for change in back.changes)
 
 
+@pytest.mark.parametrize("name", [name for name in PLANTED if PLANTED[name][0] == "coverage"])
+def test_less_coverage_can_be_allowed_and_is_still_shown(name):
+    found = md.compare(passing(), planted(name, "slower"), coverage=False)
+    assert {change.section for change in found.regressions} == {"latency"}
+    assert any(change.section == "coverage" and change.level == "changed" for change in found.changes)
+
+
 @pytest.mark.parametrize("report", [passing, failing, cpu_only])
 def test_a_repeated_run_has_no_regression(report):
     found = md.compare(report(), report())
@@ -399,7 +406,7 @@ def bench_of(*reports):
 @pytest.mark.parametrize(
     ("worse", "section"),
     [
-        ({"answered": 200}, "coverage"),
+        ({"answered": 200}, "error"),
         ({"requests": 8, "answered": 8}, "coverage"),
         ({"wrong": 3}, "error"),
         ({"p50_ms": 9.0, "p90_ms": 9.5}, "latency"),
