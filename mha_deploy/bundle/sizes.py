@@ -377,7 +377,10 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
     if name == "large":
         if not spec.has_known_cost:
             return "its cost is not known without the case opt before it"
-        sizes, usual = shrunk(spec, spec.sizes("max"), spec.sizes("min"), budget), spec.sizes("opt")
+        largest, usual = spec.sizes("max"), spec.sizes("opt")
+        if largest == usual:
+            return "opt has the largest sizes of all axes"
+        sizes = shrunk(spec, largest, spec.sizes("min"), budget)
         if all(sizes[axis] <= usual[axis] for axis in sizes):
             return f"nothing larger than opt fits {budget}"
         return PlannedCase(name=name, sizes=sizes)

@@ -1,5 +1,7 @@
 """Which golden cases are planned: the corners of the axes, within a budget."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -267,6 +269,14 @@ def test_a_budget_that_allows_nothing_larger_is_noted():
     assert any(
         note.startswith("no large case: nothing larger than opt fits 1e-06 GFLOP") for note in plan.notes
     )
+
+
+def test_the_limit_is_no_reason_where_the_axes_go_no_further():
+    fixed = replace(MHA, axes={name: Axis(min=2, opt=2, max=2) for name in MHA.axes})
+    for budget in (GoldenBudget(), GoldenBudget(gflop=1e-6)):
+        plan = plan_golden(fixed, CASES, budget)
+        (note,) = [note for note in plan.notes if "large" in note.split(":")[0]]
+        assert str(budget) not in note
 
 
 # -- what is asked for -------------------------------------------------------------------------
