@@ -506,7 +506,8 @@ def in_python(text: str) -> str:
     if "mha-deploy " in text:
         return text
     text = re.sub(r"(?<!\S)-o\b", "out=...", _LAYER.sub(r'md.load_checkpoint("\1", \2)', text))
-    return _OPTION.sub(_keyword, text)
+    text = _OPTION.sub(_keyword, text)
+    return re.sub(r"\b(\w+)=\{([^{}]*)\} \1=\{", r"\1={\2, ", text)  # one dictionary for several options
 
 
 def _keyword(found: re.Match[str]) -> str:

@@ -51,6 +51,7 @@ def test_the_help_of_python_names_no_option_of_the_command_line(record):
         ("--precision fp32 or bf16", 'precision="fp32" or bf16'),
         ("--time-limit SECONDS, if it needs longer", "md.configure(time_limit=SECONDS), if it needs longer"),
         ("--axis S=1:8:64", 'axes={"S": "1:8:64"}'),
+        ("--axis B=2 --axis S=16, or another", 'axes={"B": "2", "S": "16"}, or another'),
         ("--max-loss 0.01", "max_loss=0.01"),
         ("--no-latency", "latency=False"),
         ("another -o, or --overwrite", "another out=..., or overwrite=True"),

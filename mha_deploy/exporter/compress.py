@@ -85,6 +85,7 @@ class Original:
     draw: Callable[[PlannedCase], Arrays]  # inputs in the types of the graph
     origin: str  # where its weights come from
     samples: Any = None  # of the user
+    chosen: frozenset[str] = frozenset()  # the axes whose sizes the user gave, for a file
     notes: tuple[str, ...] = ()
 
 
@@ -489,6 +490,10 @@ def original_from_onnx(
     source = OnnxSource(path, replace(options, precision=AUTO), axes, inputs)
     if source.auto:  # the types are those of the file
         source.precision = find_precision("fp32")
+    source.run_at_sizes()  # refused before it is calibrated
+    source.close()
+    for value in source.original.graph.inputs:  # the compressed file has the same axes
+        value.shape = ir.Shape(source.dims[str(value.name)])
     return Original(
         name=source.title,
         model=source.original,
@@ -496,6 +501,8 @@ def original_from_onnx(
         precision=source.precision,
         draw=source.draw,
         origin=f"{path.name}, SHA-256 {sha256(path)}",
+        chosen=frozenset(axes),
+        notes=tuple(source.notes),
     )
 
 
@@ -509,6 +516,7 @@ class CompressedSource(OnnxSource):
         super().__init__(path, replace(options, precision=AUTO), {}, {})
         spec = original.spec
         self.axes = {name: spec.axes.get(name, axis) for name, axis in self.axes.items()}
+        self.chosen = original.chosen
         self._before, self.loss = original, record
         self.title, self.summary = original.name, f"{original.name}, compressed: {record.what}"
         self.notes += original.notes

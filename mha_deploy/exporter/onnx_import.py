@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -45,7 +46,7 @@ from mha_deploy.exporter.samples import sample_case, sample_parts
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph, with_outputs
 from mha_deploy.graph.fuse import from_old_opset
-from mha_deploy.graph.ir import infer_shapes, is_op, node_name, nodes_behind
+from mha_deploy.graph.ir import constant_ints, infer_shapes, is_op, node_name, nodes_behind
 from mha_deploy.graph.roles import RANDOM
 from mha_deploy.graph.valid import inline_functions
 from mha_deploy.model.precision import PRECISIONS, find_precision
@@ -116,7 +117,7 @@ class OnnxSource(ExportSource):
                     what, got=array.dtype, hint=f"{short_dtype(wanted)}, as numpy.save wrote it"
                 )
         self.dims, self.axes = _named_axes(self._inputs, axes)
-        self._given = frozenset(axes)  # the axes that the user chose
+        self.chosen = frozenset(axes)  # the axes that the user chose
         self.steps = 5 + self.auto + len(options.golden or MODULE_CASES)
 
     @classmethod
@@ -343,10 +344,17 @@ class OnnxSource(ExportSource):
         except BackendUnavailable:
             raise  # ONNX Runtime cannot run the file at any size
         except DeployError as error:
-            what = "The file does not run at these sizes."
+            what, got = "The file does not run at these sizes.", f"{sizes_name(sizes)}: {error.in_one_line}"
             hint = "--axis NAME=N for an axis that is fixed in the file, --input NAME=FILE.npy"
+            fixed = None if isinstance(error, RuntimeCrash) else _fixed_reshape(self._typed, self.axes)
+            if fixed is not None:
+                node, written, found = fixed
+                what = "The file does not run at these sizes: it has a Reshape to fixed ones."
+                got = f"Reshape {node_name(node)} to [{', '.join(map(str, written))}]; at {got}"
+                chosen = " ".join(f"--axis {name}={size}" for name, size in found.items()) or "--axis NAME=N"
+                hint = f"{chosen}, or write the file again with dynamic sizes in its Reshape"
             hint = error.hint if isinstance(error, RuntimeCrash) else hint
-            raise ExportError(what, got=f"{sizes_name(sizes)}: {error.in_one_line}", hint=hint) from error
+            raise ExportError(what, got=got, hint=hint) from error
 
     def _fails(self) -> ExportError | None:
         """Why the file does not run where axes differ, in either order of their sizes; None where it does."""
@@ -359,7 +367,7 @@ class OnnxSource(ExportSource):
 
     def _tie_axes(self) -> None:
         """Find axes that must be as large as others, or as a weight, where the file says nothing of it."""
-        own = [name for name in self.axes if name not in self._given]
+        own = [name for name in self.axes if name not in self.chosen]
         if not own or self._fails() is None:
             return
         before, batches = (self.dims, self.axes), {name for name, axis in self.axes.items() if axis == _BATCH}
@@ -396,13 +404,17 @@ class OnnxSource(ExportSource):
                 return
         self.dims, self.axes = before
 
-    def _output_dims(self) -> dict[str, tuple[Dim, ...]]:
-        """The dimensions of the outputs as sums of axes and numbers, found by running the file."""
+    def run_at_sizes(self) -> list[tuple[dict[str, int], Arrays]]:
+        """What the file gives at several sizes of its axes; refuses a file that does not run there."""
         self._tie_axes()
         measured = [self._run_at(start) for start in (0, 1)]
         with suppress(ExportError):  # sizes that the user chose may have to agree
             measured.append(self._run_at(0, reverse=True))
-        dims = {}
+        return measured
+
+    def _output_dims(self) -> dict[str, tuple[Dim, ...]]:
+        """The dimensions of the outputs as sums of axes and numbers, found by running the file."""
+        measured, dims = self.run_at_sizes(), {}
         for value in self.original.graph.outputs:
             name = str(value.name)
             shapes = [(sizes, got[name].shape) for sizes, got in measured]
@@ -444,7 +456,7 @@ class OnnxSource(ExportSource):
                 for name, dims in tensors.items():
                     dims = tuple(new if at == 1 and dim == 1 else dim for at, dim in enumerate(dims))
                     tensors[name] = tuple(f"{past}+{new}" if dim == f"{past}+1" else dim for dim in dims)
-        if past not in self._given:
+        if past not in self.chosen:
             self._begin_empty(past)
         self.steps, self.declares_cache = self.steps + 1, False
         (first, then), count = next(iter(cached.items())), f"{len(cached)} tensors"
@@ -574,6 +586,35 @@ def _named_axes(
     if unknown := [axis for axis in given if axis not in axes]:
         raise SpecError("The file has no such axis.", got=unknown[0], hint=nearest(unknown[0], axes))
     return dims, axes
+
+
+def _fixed_reshape(model: ir.Model, axes: Axes) -> tuple[ir.Node, tuple[int, ...], dict[str, int]] | None:
+    """The first Reshape that holds at some sizes of the axes only: what it writes, and which these are."""
+    fixed = {name: axis.opt for name, axis in axes.items() if not axis.is_dynamic}
+    for node in model.graph:
+        taken, written = node.inputs[0] if node.inputs else None, constant_ints(node, 1)
+        if not is_op(node, "Reshape") or taken is None or taken.shape is None or written is None:
+            continue
+        dims = [size if isinstance(size, int) else str(size.value) for size in taken.shape]
+        free = [dim for dim in dims if isinstance(dim, str) and dim not in fixed]
+        # Sizes may match by chance, with the batch in another place: [B, 16, 64] to [2, -1, 64].
+        is_batch_fixed = dims[:1] == free[:1] and written[0] > (1 if len(free) < 2 else 0)
+        if is_batch_fixed or not _holds(dims, written, fixed):
+            pairs = [(dim, size) for dim, size in zip(dims, written, strict=False) if dim in axes]
+            found = {str(dim): size for dim, size in pairs if size > 0}
+            return node, written, found if _holds(dims, written, {**fixed, **found}) else {}
+    return None
+
+
+def _holds(dims: Sequence[Dim], written: Sequence[int], sizes: Mapping[str, int]) -> bool:
+    """Whether a tensor can be reshaped to what is written, whatever the axes without a size here are."""
+    copied = {at for at, size in enumerate(written) if size == 0}
+    rest = [sizes.get(str(dim), dim) for at, dim in enumerate(dims) if at not in copied]
+    known = math.prod(size for size in rest if isinstance(size, int))
+    wanted = math.prod(size for size in written if size > 0)
+    if -1 in written:
+        return known % wanted == 0
+    return known == wanted and all(isinstance(size, int) for size in rest)
 
 
 def _tied(

@@ -386,3 +386,34 @@ def test_a_file_that_onnx_runtime_quantized_comes_in_as_it_is(model, tmp_path):
     assert bundle.manifest.checks["mixed precision"]["kept"] == []
     assert {name for name, _ in quantized_gemms(load_graph(bundle.model_path))} == {*GEMMS, "attention"}
     assert md.validate(bundle, latency=False).passed
+
+
+@pytest.mark.parametrize("axes", [None, {"B": "2:2:4", "S": "16"}])
+@pytest.mark.parametrize("precision", ["auto", "int8"])
+def test_a_reshape_to_fixed_sizes_is_refused_by_name_before_anything_is_quantized(tmp_path, precision, axes):
+    model = onnx.load(transformer(tmp_path / "fixed.onnx", split=True))
+    sizes = {"split.shape": [2, -1, 4, 16], "join.shape": [2, -1, 64]}
+    for each in [each for each in model.graph.initializer if each.name in sizes]:
+        each.CopyFrom(numpy_helper.from_array(np.array(sizes[each.name]), each.name))
+    for node, name in zip([n for n in model.graph.node if n.op_type == "Reshape"], "abcd", strict=True):
+        node.name = name
+    onnx.save(model, tmp_path / "fixed.onnx")
+    stages = []
+    make = partial(md.export, tmp_path / "fixed.onnx", tmp_path / "bundle", precision=precision, axes=axes)
+    with pytest.raises(md.DeployError) as caught:
+        make(on_step=lambda step, *_: stages.append(str(step)))
+    assert "Reshape a to [2, -1, 4, 16]" in caught.value.got
+    assert "--axis B=2" in caught.value.hint
+    assert not {"calibration", "sensitivity", "loss", "ranges"} & {each.split(":")[0] for each in stages}
+
+
+def test_a_file_is_quantized_over_the_axes_that_it_runs_at(tmp_path):
+    model = onnx.load(transformer(tmp_path / "tied.onnx"))
+    table = np.ones((1, 6, 64), "f")  # whose length is that of the tokens
+    model.graph.initializer.append(numpy_helper.from_array(table, "table"))
+    model.graph.node.insert(0, onnx.helper.make_node("Add", ["given", "table"], ["x"]))
+    model.graph.input[0].name = "given"
+    onnx.save(model, tmp_path / "tied.onnx")
+    made = md.export(tmp_path / "tied.onnx", tmp_path / "bundle", precision="int8", golden=("opt",))
+    assert [each.dims for each in made.manifest.spec.inputs] == [("B", 6, 64)]
+    assert [each.sizes for each in made.manifest.golden] == [{"B": 2}]
