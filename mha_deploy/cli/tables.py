@@ -684,6 +684,8 @@ def bisection_renderable(found: Bisection) -> RenderableType:
     node = found.first_node
     if node is not None:
         lines.append(f"first wrong node: {node.operator} {node.node}, value {node.value}: {node.problem}")
+        if node.shown_at is not None:
+            lines.append(f"compared behind it, at {node.shown_at}: what lies between only moves numbers")
     if found.unseen:
         names = ", ".join(found.unseen[:4]) + (", …" if len(found.unseen) > 4 else "")
         lines.append(f"nodes before it that the reference has no values for: {len(found.unseen)} ({names})")

@@ -19,6 +19,9 @@ LAYOUT = frozenset(
 )
 """What rounds nothing, and has kernels for every type."""
 
+CARRIES = LAYOUT - {"Cast", "ConstantOfShape", "Shape", "Size"}
+"""What gives numbers of its inputs, unchanged, perhaps fewer or several times: an error is not its own."""
+
 # -- What accumulates --------------------------------------------------------------------------------
 
 MATMULS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose")

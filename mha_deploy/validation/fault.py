@@ -6,7 +6,7 @@ the bundle, by the name of the value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from mha_deploy.environment import can_import
 from mha_deploy.errors import BundleError, DeployError
 from mha_deploy.graph.file import load_graph, value_named, with_outputs
 from mha_deploy.graph.ir import nodes_behind
+from mha_deploy.graph.roles import CARRIES
 from mha_deploy.graph.upcast import float32_twin, unfused_twin
 from mha_deploy.judge import Accumulation, OutputVerdict, ParityReport
 from mha_deploy.model.precision import Precision
@@ -231,6 +232,8 @@ class Suspect(Struct, frozen=True, kw_only=True):
     operator: str  # what it does
     value: str  # its result
     problem: str | None  # what is wrong with the result
+    # A node behind it, whose result was compared: all that lies between only moves numbers
+    shown_at: str | None = None
 
 
 class Bisection(Struct, frozen=True, kw_only=True):
@@ -389,12 +392,51 @@ class _FaultSearch:
                 problems[node] = found
             suspects = [each for each in suspects if (each in inside) is (found is not None)]
             untried = [each for each in untried if each in suspects and each not in problems]
-        unseen = [str(node.name) for node in suspects if node not in problems]
-        for node in (node for node in suspects if node in problems):
-            return Suspect(
-                node=str(node.name), operator=node.op_type, value=results[node], problem=problems[node]
-            ), unseen
-        return None, unseen
+        shown = next((node for node in suspects if node in problems), None)
+        path = [] if shown is None else self._carried(shown, within, wanted)
+        unseen = [str(node.name) for node in suspects if node not in problems and node not in path]
+        if shown is None:
+            return None, unseen
+        node = path[-1]
+        return Suspect(
+            node=str(node.name),
+            operator=node.op_type,
+            value=results[node],
+            problem=problems[shown],
+            shown_at=None if node is shown else str(shown.name),
+        ), unseen
+
+    def _carried(
+        self, node: ir.Node, within: Set[ir.Node], wanted: Mapping[str, np.ndarray]
+    ) -> list[ir.Node]:
+        """A node, and those before it that its wrong numbers come from, if it only moves numbers."""
+        path, errors = [node], dict[str, float]()
+
+        def error(value: ir.Value) -> float | None:
+            """The largest error of a value; moving numbers never makes it larger. None where not known."""
+            name = str(value.name)
+            if name not in wanted:
+                return None
+            if name not in errors:
+                off = self.run((name,))[name].astype(np.float64) - wanted[name].astype(np.float64)
+                errors[name] = float(np.nan_to_num(np.abs(off), nan=np.inf).max(initial=0.0))
+            return errors[name]
+
+        while node.op_type in CARRIES:
+            data = node.inputs if node.op_type == "Concat" else node.inputs[:1]  # others are sizes and places
+            known = {
+                value: error(value) for value in data if value is not None and value.producer() in within
+            }
+            if not known:
+                break
+            # A value that was not compared may be as wrong as any.
+            source = max(known, key=lambda value: np.inf if known[value] is None else known[value])
+            own, before = error(node.outputs[0]), known[source]
+            if own is not None and before is not None and before < own:
+                break
+            node = source.producer()
+            path.append(node)
+        return path
 
     def _problem(self, name: str, wanted: Mapping[str, np.ndarray], limit: float | None) -> str | None:
         """What is wrong with a value; None where it is right."""

@@ -113,6 +113,48 @@ def test_a_wrong_node_between_two_attentions_is_found(broken, program, block):
     assert found.runs <= 12
 
 
+def behind_movers(graph):
+    """Change the last matmul, and let nodes that only move numbers stand before the output `hidden`."""
+    weights = {tensor.name: tensor for tensor in graph.initializer}
+    node = [node for node in graph.node if node.op_type == "MatMul"][-1]
+    name = next(name for name in node.input if name in weights)
+    larger = numpy_helper.to_array(weights[name]) * np.float16(1.5)
+    weights[name].CopyFrom(numpy_helper.from_array(larger, name))
+    last = next(node for node in graph.node if "hidden" in node.output)
+    last.output[0], behind_movers.node = "hidden_inside", last.name
+    moved = [
+        onnx.helper.make_node("Transpose", ["hidden_inside"], ["moved"], "there", perm=[1, 0, 2]),
+        onnx.helper.make_node("Concat", ["moved"], ["joined"], "joined", axis=0),
+        onnx.helper.make_node("Transpose", ["joined"], ["hidden"], "back", perm=[1, 0, 2]),
+    ]
+    at = list(graph.node).index(last) + 1
+    nodes = [*graph.node[:at], *moved, *graph.node[at:]]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def test_a_node_that_only_moves_numbers_is_not_named_for_the_one_that_computes_them(broken, program):
+    """What lies before the output is not known to the program, so the difference shows behind the movers."""
+    bundle = broken(behind_movers)
+    known = {"hidden"}  # as of a graph whose other values have no counterpart in the program
+    found = bisected(bundle, lambda names: program([name for name in names if name in known]))
+    assert found.first_node.node == behind_movers.node
+    assert found.first_node.operator == "Add"
+    assert found.first_node.shown_at == "back"
+    assert not {"there", "joined", "back", found.first_node.node} & set(found.unseen)
+
+
+def test_a_transpose_that_is_wrong_itself_is_named(broken, program):
+    def change(graph):
+        node = next(n for n in graph.node if n.op_type == "Transpose" and n.output[0] == "transpose")
+        node.attribute[0].ints[:] = [2, 0, 1, 3]  # there are as many heads as batch elements
+        change.node = node.name
+
+    found = bisected(broken(change), program)
+    assert found.first_node.node == change.node
+    assert found.first_node.shown_at is None
+
+
 def test_without_the_factory_the_graph_in_another_runtime_tells(broken, monkeypatch):
     bundle = broken(lambda graph: None)
     monkeypatch.setattr("mha_deploy.validation.fault.can_import", lambda name: False)
