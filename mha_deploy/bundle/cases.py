@@ -121,9 +121,8 @@ def stored_bytes(spec: ModelSpec, sizes: Mapping[str, int]) -> int:
     numbers = sum(prod(tensor.shape(sizes)) for tensor in outputs)
     for precision in PRECISIONS.values():
         kinds = accumulations(precision)
-        samples = sum(
-            sample_count(numbers, kind) for kind in kinds
-        )  # with a byte for each number, and a scale
+        # Each has a byte for each number, and a scale.
+        samples = sum(sample_count(numbers, kind) for kind in kinds)
         results = taken(outputs, 8) + taken(outputs, precision.bytes) + samples * taken(outputs, 1)
         most = max(most, taken(spec.inputs, precision.bytes) + results + len(kinds) * (4 + 8 * len(outputs)))
     return most
