@@ -140,6 +140,7 @@ class Kind(Word):
     NOT_TIMED = "not timed"
     # A search
     REFERENCE_IS_SUBJECT = "reference is subject"
+    MODULE_NOT_USED = "module not used"
 
 
 class Section(Word):

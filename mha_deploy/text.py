@@ -194,7 +194,8 @@ _REASONS: Mapping[Kind, str | Callable[[Reason, float | None], str]] = {
     Kind.WRONG_RESULT: "wrong answer: {0.got}",
     Kind.WRONG_WHEN_TIMED: "wrong answer while it was timed: {0.got}",
     Kind.WRONG_ON_STREAMS: "wrong answer on {0.numbers[streams]:.0f} streams: {0.got}",
-    Kind.REFERENCE_IS_SUBJECT: "compared with {0.got}, the graph that is judged: a fault in it is not found",
+    Kind.REFERENCE_IS_SUBJECT: "no node is compared: {0.got}, the only reference here, is wrong itself",
+    Kind.MODULE_NOT_USED: "the module is not the reference: {0.got}; try: {0.wanted}",
 }
 
 

@@ -689,8 +689,15 @@ def bisection_renderable(found: Bisection) -> RenderableType:
     if found.unseen:
         names = ", ".join(found.unseen[:4]) + (", …" if len(found.unseen) > 4 else "")
         lines.append(f"nodes before it that the reference has no values for: {len(found.unseen)} ({names})")
-    name = "at an unknown node" if node is None else f"first at {node.node}"
-    lines += [f"warning: {reason_text(found.doubt)}"] if found.doubt is not None else []
+    reasons = [each for each in (found.doubt, found.module_unused) if each is not None]
+    lines += [f"warning: {reason_text(reason)}" for reason in reasons]
+    if node is not None:
+        name = f"first at {node.node}"
+    elif found.first_wrong or found.last_right:
+        start, end = found.last_right or "the inputs", found.first_wrong or "the outputs"
+        name = f"between {start} and {end}, at an unknown node"
+    else:
+        name = "at an unknown node"
     return Group(*map(Text, lines), head(found.outcome, name), Text(where))
 
 

@@ -28,9 +28,10 @@ from mha_deploy.bundle.cases import (
     unpack_baselines,
 )
 from mha_deploy.bundle.folder import Bundle
+from mha_deploy.bundle.manifest import Source
 from mha_deploy.engine.build import twin_opener
 from mha_deploy.environment import can_import
-from mha_deploy.errors import BundleError, DeployError
+from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph.file import load_graph, value_named, with_outputs
 from mha_deploy.graph.ir import nodes_behind
 from mha_deploy.graph.roles import CARRIES
@@ -40,7 +41,9 @@ from mha_deploy.model.precision import Precision
 from mha_deploy.options import OnName, OnStep, Step, silent, uncounted
 from mha_deploy.runtime import RUNNERS, available_cpu_backend, open_runner
 from mha_deploy.runtime.runner import Arrays, Runner
+from mha_deploy.runtime.user_code import refuse_without_factory
 from mha_deploy.status import Kind, Outcome, Reason, Word, derive, means
+from mha_deploy.text import reason_text
 from mha_deploy.validation.runtimes import RuntimeFinder
 
 OpenModel = Callable[[ir.Model], Runner]
@@ -253,8 +256,10 @@ class Bisection(Struct, frozen=True, kw_only=True):
     unseen: tuple[str, ...] = ()
     runs: int  # how often the runtime was built or opened, the whole model included
     reference: str = ""  # what the values inside were compared with
-    # Why the place is not certain: the reference is the graph that is judged; None where it is independent
+    # Why no node is named: the reference is the graph that is judged; None where it is independent
     doubt: Reason | None = None
+    # Why values inside were not compared with the user's module; None where they were, or there is none
+    module_unused: Reason | None = None
 
     def __post_init__(self) -> None:
         derive(self, outcome=Outcome.passing(self.wrong is None))
@@ -282,22 +287,28 @@ def bisect(bundle: Bundle, backend: str | None, on_step: OnStep, graph: Path | N
             raise DeployError(what, got=backend, hint=", ".join(RUNNERS))
         name, open_model = runtime.name, twin_opener(runtime.engine, bundle)
     on_step("reference", 0, 0)
-    trusted = reference_for(bundle, case_to_bisect(bundle), name)
-    found = bisect_bundle(bundle, name, open_model, trusted.values, uncounted(on_step), graph)
-    doubt = None if found.wrong is None else trusted.doubt
-    return structs.replace(found, reference=trusted.title, doubt=doubt)
+    trusted = reference_for(bundle, case_to_bisect(bundle), name, uncounted(on_step))
+    values = trusted.values if trusted.doubt is None else None
+    found = bisect_bundle(bundle, name, open_model, values, uncounted(on_step), graph)
+    if found.wrong is None:
+        return structs.replace(found, reference=trusted.title)
+    doubt, unused = trusted.doubt, trusted.module_unused
+    return structs.replace(found, reference=trusted.title, doubt=doubt, module_unused=unused)
 
 
 def bisect_bundle(
     bundle: Bundle,
     backend: str,
     open_model: OpenModel,
-    reference: ReferenceValues,
+    reference: ReferenceValues | None,
     on_step: OnName = silent,
     graph: Path | None = None,
 ) -> Bisection:
-    """Find where a runtime leaves the oracle: the whole model, its attentions, then its nodes."""
-    search, name = _FaultSearch(bundle, open_model, reference, on_step, graph), bundle.manifest.spec.name
+    """Find where a runtime leaves the oracle: the whole model, its attentions, then its nodes.
+
+    Without a `reference` for values inside, the nodes are left out.
+    """
+    search, name = _FaultSearch(bundle, open_model, on_step, graph), bundle.manifest.spec.name
     judged = judge.judge_case(search.case, search.run(()), bundle.manifest.precision)
     whole = next((verdict for verdict in judged if verdict.is_wrong), None)
     count, case = len(search.values), search.case.name
@@ -307,7 +318,7 @@ def bisect_bundle(
     last_right, first = search.attentions()
     bad = search.values[first.output] if first is not None else whole.output
     good = [] if last_right is None else [search.values[last_right]]
-    node, unseen = search.nodes(bad, good, first or whole)
+    node, unseen = (None, []) if reference is None else search.nodes(bad, good, first or whole, reference)
     return structs.replace(
         found,
         wrong=f"{whole.output}: {whole.problem}",
@@ -337,12 +348,10 @@ class _FaultSearch:
         self,
         bundle: Bundle,
         open_model: OpenModel,
-        reference: ReferenceValues,
         on_step: OnName,
         graph: Path | None,
     ) -> None:
-        self.precision, self.open_model = bundle.manifest.precision, open_model
-        self.reference, self.on_step = reference, on_step
+        self.precision, self.open_model, self.on_step = bundle.manifest.precision, open_model, on_step
         own = load_graph(bundle.model_path)
         self.model, self.layers = own if graph is None else load_graph(graph), layers_case(bundle)
         self.case, self.runs = case_to_bisect(bundle), 0
@@ -372,7 +381,7 @@ class _FaultSearch:
         return last_right, first_wrong
 
     def nodes(
-        self, bad: str, good: Sequence[str], verdict: OutputVerdict
+        self, bad: str, good: Sequence[str], verdict: OutputVerdict, reference: ReferenceValues
     ) -> tuple[Suspect | None, list[str]]:
         """Halve what lies between values that are right and one that is wrong."""
         graph = self.model.graph
@@ -381,7 +390,7 @@ class _FaultSearch:
         suspects = [node for node in graph if node in within]
         results = {node: str(node.outputs[0].name) for node in suspects if node.outputs}
         known = [node for node in results if results[node] in self.shared]
-        wanted = self.reference([results[node] for node in known if node.outputs[0].dtype in _FLOATS])
+        wanted = reference([results[node] for node in known if node.outputs[0].dtype in _FLOATS])
         problems = {suspects[-1]: verdict.problem} if suspects else {}
         untried = [node for node in suspects[:-1] if results.get(node) in wanted]
         while untried:
@@ -462,23 +471,30 @@ class TrustedValues(NamedTuple):
     values: ReferenceValues
     title: str
     doubt: Reason | None = None  # why it may be wrong itself
+    module_unused: Reason | None = None  # why it is not the user's module
 
 
-def reference_for(bundle: Bundle, case: GoldenCase, backend: str) -> TrustedValues:
+def reference_for(bundle: Bundle, case: GoldenCase, backend: str, on_step: OnName = silent) -> TrustedValues:
     """The most trusted source of values inside a model, and its name.
 
     Of a user's module it is its program in FP64, where PyTorch and the factory are here. Otherwise it is the
     bundle's own graph on a CPU, in another runtime than the one that is doubted. Where that graph is itself
     wrong on the case, a fault in it is in both, and cannot be found.
     """
-    if bundle.manifest.spec.factory and can_import("torch"):
-        from mha_deploy.baselines.fresh import ProgramValues
-
+    unused = None
+    if any(entry.source is Source.PROGRAM for entry in bundle.manifest.golden):
         try:
+            refuse_without_factory(bundle.manifest.spec)
+            if not can_import("torch"):
+                what, hint = "PyTorch is not installed here.", "run this where PyTorch is"
+                raise BackendUnavailable(what, hint=hint)
+            from mha_deploy.baselines.fresh import ProgramValues
+
             program = ProgramValues(bundle)
             return TrustedValues(lambda names: program.at(case, names), "the module's program in FP64")
-        except DeployError:  # its factory is not here: the graph must do
-            pass
+        except DeployError as error:  # the graph must do
+            unused = Reason(kind=Kind.MODULE_NOT_USED, got=error.in_one_line, wanted=error.hint)
+            on_step(reason_text(unused))
     trusted = available_cpu_backend(bundle.manifest.precision)
     trusted = _OTHER.get(trusted, trusted) if trusted == backend else trusted
 
@@ -492,4 +508,4 @@ def reference_for(bundle: Bundle, case: GoldenCase, backend: str) -> TrustedValu
         verdicts = judge.judge_case(case, runner.run(case.inputs), bundle.manifest.precision)
     if any(verdict.is_wrong for verdict in verdicts):
         doubt = Reason(kind=Kind.REFERENCE_IS_SUBJECT, got=title)
-    return TrustedValues(values, title, doubt)
+    return TrustedValues(values, title, doubt, unused)

@@ -15,6 +15,8 @@ from onnx import numpy_helper
 import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.runtime import open_runner
+from mha_deploy.runtime.child import isolation
+from mha_deploy.status import Kind
 from mha_deploy.validation.fault import bisect_bundle, case_to_bisect, reference_for
 
 pytestmark = pytest.mark.usefixtures("in_process")  # quicker than a child process
@@ -39,9 +41,10 @@ def broken(own_bundles, tmp_path):
 @pytest.fixture(scope="module")
 def program(own_bundles):
     """What is true inside the right module; a broken graph does not change that."""
-    reference, trusted, _ = reference_for(own_bundles(), case_to_bisect(own_bundles()), "ort-cpu")
-    assert trusted == "the module's program in FP64"
-    return reference
+    trusted = reference_for(own_bundles(), case_to_bisect(own_bundles()), "ort-cpu")
+    assert trusted.title == "the module's program in FP64"
+    assert trusted.module_unused is None
+    return trusted.values
 
 
 def bisected(bundle, reference, backend="ort-cpu"):
@@ -158,10 +161,30 @@ def test_a_transpose_that_is_wrong_itself_is_named(broken, program):
 def test_without_the_factory_the_graph_in_another_runtime_tells(broken, monkeypatch):
     bundle = broken(lambda graph: None)
     monkeypatch.setattr("mha_deploy.validation.fault.can_import", lambda name: False)
-    _, trusted, _ = reference_for(bundle, case_to_bisect(bundle), "ort-cpu")
-    assert trusted == "the graph in onnx-reference"
-    _, trusted, _ = reference_for(bundle, case_to_bisect(bundle), "tensorrt")
-    assert trusted == "the graph in ort-cpu"
+    other = reference_for(bundle, case_to_bisect(bundle), "ort-cpu")
+    assert other.title == "the graph in onnx-reference"
+    assert other.module_unused.kind is Kind.MODULE_NOT_USED  # PyTorch is not there
+    assert reference_for(bundle, case_to_bisect(bundle), "tensorrt").title == "the graph in ort-cpu"
+
+
+def test_without_permission_for_the_module_no_node_of_a_wrong_graph_is_named(broken, monkeypatch, run_cli):
+    """The graph that is wrong cannot be its own reference; its attentions are judged by what is stored."""
+    steps, bundle = [], broken(matmul_off(0))
+    monkeypatch.setattr(isolation, "trust_code", False)
+    monkeypatch.setattr(isolation, "own", set())
+    found = md.bisect(bundle, "ort-cpu", on_step=lambda name, *_: steps.append(name))
+    assert (found.last_right, found.first_wrong) == (ATTENTIONS[0], ATTENTIONS[1])
+    assert found.first_node is None
+    assert found.doubt.kind is Kind.REFERENCE_IS_SUBJECT
+    assert found.module_unused.kind is Kind.MODULE_NOT_USED
+    assert bundle.manifest.spec.factory in found.module_unused.got
+    assert "trust" in found.module_unused.wanted
+    # It is said before the search, too, and the runtime is opened for whole and attentions alone.
+    assert any("trust" in step for step in steps[:3])
+    assert found.runs <= 3
+    done = run_cli("bisect", bundle.path, "--backend", "ort-cpu")
+    assert "--trust-code" in done.out
+    assert ATTENTIONS[1] in done.out
 
 
 def test_a_runtime_that_is_wrong_where_the_graph_is_right(own_bundles, broken, monkeypatch):
