@@ -382,3 +382,47 @@ def finding_text(finding: Finding) -> str:
     """A finding in words."""
     words = _FINDINGS[finding.kind]
     return words.format(finding) if isinstance(words, str) else words(finding)
+
+
+# -- Engines ---------------------------------------------------------------------------------------
+
+# By the kind of a reason: {place} is a kernel, node or region, {got} what is there, {wanted} what was wanted.
+_ENGINE_REASONS = {
+    "no source": "no source reports its kernels",
+    "no kernels of the profile": "no kernels of profile {place} are reported",
+    "hidden region": "the kernels inside {place} are not reported by this version: profile it on its GPU",
+    "not named": "no kernel names {place}",
+    "no graph": "{got} fused attention kernels ran for {wanted} attentions, but the graph is not known",
+    "no computing kernel": "{place} names it, but no kernel that computes a matmul or softmax does",
+    "fused kernel without a node": "{place} is fused attention, but does not name its node",
+    "fused kernel with a part of the attention": "{place} names {got}, not both scores and weighted values",
+    "fused kernel of another attention": "{place} names a part of it, but computes {got}",
+    "foreign plugin": "what the plugin {place} computes is not known",
+    "a part is computed apart": "{got} is fused attention, but {place} computes a part of it as well",
+    "softmax of no known node": "{place} is a softmax of no known node",
+    "matmul of no known node": "{place} is a matmul of no known node",
+    "count differs": "{got} fused attention kernels ran for {wanted} attentions",
+    "sources disagree": "the {got}, but the {wanted}",
+    "scores computed again": "{place} computes its scores again for another output",
+    "counted": "{got} fused attention kernels ran for {wanted} attentions",
+    "not one node": "not one Attention node in the graph",
+    "types not reported": "the types of {place} are not reported",
+    "no floating-point tensor": "no floating-point tensor or kernel is reported",
+    "may be a matmul": "{place} may be a matmul: its name does not show what it computes",
+    "matmul not reported": "no kernel is reported for the matmul {place}",
+    "computed type not reported": "{place} reads {wanted}, and may compute in fewer bits",
+    "another type": "{place} is in {got}",
+    "plan differs": "the manifest claims {wanted}, the plan shows {got}",
+    "other weights": "the weights in the plan are not those of the bundle",
+    "plan unreadable": "the manifest claims {got}, and only {place} on its GPU can read the plan",
+}
+
+
+def engine_reason_text(reason: Mapping[str, str]) -> str:
+    """Why a verdict on an engine is what it is, in words."""
+    text = _ENGINE_REASONS[reason["kind"]].format(**reason)
+    if reason["kind"] == "not one node" and reason["got"]:
+        text = f"{text}: {reason['got']} ({reason['place']})"
+    if reason["kind"] == "may be a matmul" and reason["got"] and reason["wanted"]:
+        text = f"{text} in {reason['got']}" if not reason["got"].isdecimal() else text
+    return text

@@ -25,6 +25,7 @@ from mha_deploy.report.table import Cell, Data, Table, prompts_text, table
 from mha_deploy.status import Outcome
 from mha_deploy.text import (
     budget_share,
+    engine_reason_text,
     group_by,
     plural,
     reason_text,
@@ -124,7 +125,8 @@ def _quantized(layers: Sequence[LossLayer], attentions: set[str]) -> str:
         ("attention", [each for each in layers if each.name in attentions]),
     ):
         done = sum(each.is_compressed for each in parts)
-        counts += [f"{done}/{plural(len(parts), what)}"] if parts else []
+        with_ = " with weights" if what == "GEMM" else ""  # others, of two activations, are not quantized
+        counts += [f"{done}/{plural(len(parts), what)}{with_}"] if parts else []
     return " and ".join(counts)
 
 
@@ -328,8 +330,7 @@ def engine_renderable(engine: Engine, *, details: bool = False) -> RenderableTyp
 
 def engine_verdict_renderable(manifest: EngineManifest) -> Text:
     """Whether an engine is fused, and in its precision."""
-    reason = _why(manifest.verdict.precision.reasons)
-    text = f"{manifest.fusion_summary}, {manifest.precision_summary}" + (f": {reason}" if reason else "")
+    text = f"{manifest.fusion_summary}, {manifest.precision_summary}"
     good = manifest.all_fused and manifest.has_requested_types
     return Text(text, style="bold green" if good else "bold yellow")
 
@@ -338,7 +339,7 @@ def _why(reasons: Sequence[EngineReason]) -> str:
     """The reasons of a verdict, in words."""
     from msgspec import to_builtins
 
-    return "; ".join(tables.reason_text(to_builtins(reason)) for reason in reasons)
+    return "; ".join(engine_reason_text(to_builtins(reason)) for reason in reasons)
 
 
 def _nodes_table(manifest: EngineManifest) -> Table:
@@ -383,7 +384,13 @@ def _doubts(manifest: EngineManifest) -> list[RenderableType]:
 
 def _precision_notes(precision: PrecisionVerdict) -> list[str]:
     """What else is known of the types in an engine."""
-    notes = []
+    from msgspec import to_builtins
+
+    from mha_deploy.engine.engine import gemms_summary
+
+    notes = [] if precision.gemms is None else [gemms_summary(to_builtins(precision.gemms))]
+    *eight, _ = precision.requested.split("/")
+    written = [each for each in precision.written if each.dtype not in eight]  # those are counted above
     for what, kernels in (
         ("accumulate in FP16", precision.accumulate_in_fp16),
         ("selected at load time", precision.selected_at_load),
@@ -391,7 +398,7 @@ def _precision_notes(precision: PrecisionVerdict) -> list[str]:
         if kernels:
             notes.append(f"{plural(len(kernels), 'matmul kernel')} {what} (e.g. {kernels[0]})")
     for phrase, found in (
-        ("{} in {}, as in the graph", precision.written),
+        ("{} in {}, as in the graph", written),
         ("{} of FP32 in the graph run in {}", precision.narrowed),
         ("{} run in {}", precision.islands),
     ):

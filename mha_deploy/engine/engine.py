@@ -51,7 +51,6 @@ from mha_deploy.runtime.tensorrt.engine_verdict import (
     EngineVerdict,
     FusionStatus,
     NodeVerdict,
-    Offender,
     PrecisionStatus,
     ReasonKind,
 )
@@ -65,7 +64,7 @@ from mha_deploy.runtime.tensorrt.versions import (
     loads_plans_of,
 )
 from mha_deploy.status import means
-from mha_deploy.text import plural
+from mha_deploy.text import engine_reason_text, plural
 
 # -- The optimization profiles of an engine ---------------------------------------------------------
 
@@ -262,8 +261,14 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def precision_summary(self) -> str:
         """The precision of the engine, in words."""
         found = self.verdict.precision
-        counts = {"GEMM": found.quantized, "attention": found.quantized_attentions}
-        return precision_summary(found.status, found.requested, counts, found.not_quantized)
+        return precision_summary(
+            found.status,
+            found.requested,
+            gemms=msgspec.to_builtins(found.gemms),
+            attentions=found.quantized_attentions,
+            unquantized=found.unquantized_attentions,
+            reasons=msgspec.to_builtins(found.reasons),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -851,29 +856,66 @@ def fusion_summary(fused: int, count: int, nodes: Iterable[Mapping[str, Any]]) -
 def precision_summary(
     status: str,
     requested: str,
-    quantized: Mapping[str, Mapping[str, int]] | None = None,  # by what it is, and type
-    unquantized: Sequence[Offender] = (),
+    *,
+    gemms: Mapping[str, Any] | None = None,
+    attentions: Mapping[str, int] | None = None,
+    unquantized: Mapping[str, str] | None = None,
+    reasons: Iterable[Mapping[str, str]] = (),
 ) -> str:
-    """`precision: fp16 (verified)`, or `precision: mixed (requested: fp8/fp16)`; and what is quantized."""
-    parts = [
-        f"{dtype} (verified) in {plural(count, what)}"
-        for what, counts in (quantized or {}).items()
-        for dtype, count in counts.items()
-    ]
-    types: dict[str, list[str]] = {}
-    for each in unquantized:
-        types.setdefault(each.dtype, []).append(each.what)
-    parts += [
-        f"{', '.join(names[:3])}{', …' if names[3:] else ''} in {dtype} although quantized"
-        for dtype, names in types.items()
-    ]
+    """`precision: fp16 (verified)`, or `precision: mixed (requested: fp16)` with the reason.
+
+    Of a graph that quantizes, also what is in eight bits. `gemms`, a `GemmTypes`, and the reasons are plain
+    data; `attentions` are the quantized ones by type, `unquantized` are parts of others with their types.
+    """
     known = {
         PrecisionStatus.VERIFIED: "verified",
         PrecisionStatus.SELECTED_AT_LOAD: "I/O types verified, kernels selected at load time",
     }
     found = PrecisionStatus(status)
     words = f"{requested} ({known[found]})" if found in known else f"{found.value} (requested: {requested})"
-    return "; ".join([f"precision: {words}", *parts])
+    why = "; ".join(map(engine_reason_text, reasons))
+    parts = [f"precision: {words}" + (f": {why}" if why else "")]
+    if gemms is not None:
+        total = plural(gemm_count(gemms), "GEMM")
+        parts += [
+            f"{dtype} (verified) in {n}/{total}"
+            for dtype, n in (gemms["quantized"] or {"eight bits": 0}).items()
+        ]
+        parts += _in_other_types(gemms["other_types"])
+        parts += [f"{len(gemms['unknown'])} not known"] if gemms["unknown"] else []
+    parts += [f"{dtype} (verified) in {plural(n, 'attention')}" for dtype, n in (attentions or {}).items()]
+    return "; ".join([*parts, *_in_other_types(unquantized or {})])
+
+
+def gemm_count(gemms: Mapping[str, Any]) -> int:
+    """How many GEMMs the graph has outside attention."""
+    return sum(gemms["quantized"].values()) + sum(
+        len(gemms[part]) for part in ("other_types", "unknown", "unquantized")
+    )
+
+
+def _in_other_types(found: Mapping[str, str]) -> list[str]:
+    """What the graph quantizes and the engine runs in another type, in words."""
+    types: dict[str, list[str]] = {}
+    for name, dtype in found.items():
+        types.setdefault(dtype, []).append(name)
+    return [
+        f"{len(names)} in {dtype} although quantized ({', '.join(names[:3])}{', …' if names[3:] else ''})"
+        for dtype, names in types.items()
+    ]
+
+
+def gemms_summary(gemms: Mapping[str, Any]) -> str:
+    """Every GEMM of a graph that quantizes, by what became of it: the counts add up."""
+    parts = [f"{count} in {dtype} (verified)" for dtype, count in gemms["quantized"].items()]
+    parts += _in_other_types(gemms["other_types"])
+    for names, what in (
+        (gemms["unknown"], "not known"),
+        (gemms["unquantized"], "not quantized in the graph"),
+    ):
+        parts += [f"{len(names)} {what} (e.g. {names[0]})"] if names else []
+    total, kernels = plural(gemm_count(gemms), "GEMM"), plural(gemms["kernels"], "kernel")
+    return f"{total} outside attention, computed by {kernels}: {', '.join(parts)}"
 
 
 def attention_summary(manifest: EngineManifest) -> str:

@@ -17,6 +17,7 @@ from mha_deploy.text import (
     NOTHING,
     absent_text,
     budget_share,
+    engine_reason_text,
     error,
     plural,
     point_name,
@@ -576,8 +577,9 @@ def subjects_table(subjects: Sequence[Data]) -> Table:
         plan = each["plan"] or {"fusion": "not known", "precision": "not known"}
         hashed = (each["sha256"] or NOTHING)[:12]
         about = (renamed or NOTHING, ", ".join(types) or NOTHING, plan["fusion"], plan["precision"])
-        rows.append((each["name"], each["kind"], each["backend"], hashed, *about))
-    headings = ("judged", "kind", "run by", "+SHA-256", "names", "types", "fusion", "precision")
+        why = "; ".join(map(engine_reason_text, plan.get("reasons", ()))) or NOTHING
+        rows.append((each["name"], each["kind"], each["backend"], hashed, *about, why))
+    headings = ("judged", "kind", "run by", "+SHA-256", "names", "types", "fusion", "precision", "reason")
     return table("What was judged in place of the bundle's own", headings, rows)
 
 
@@ -684,46 +686,6 @@ def trials_table(trials: Sequence[Data]) -> Table:
 
 FUSION = {"fused": "good", "decomposed": "bad", "unknown": "doubt"}
 
-# By the kind of a reason: {place} is a kernel, node or region, {got} what is there, {wanted} what was wanted.
-_REASONS = {
-    "no source": "no source reports its kernels",
-    "no kernels of the profile": "no kernels of profile {place} are reported",
-    "hidden region": "the kernels inside {place} are not reported by this version: profile it on its GPU",
-    "not named": "no kernel names {place}",
-    "no graph": "{got} fused attention kernels ran for {wanted} attentions, but the graph is not known",
-    "no computing kernel": "{place} names it, but no kernel that computes a matmul or softmax does",
-    "fused kernel without a node": "{place} is fused attention, but does not name its node",
-    "fused kernel with a part of the attention": "{place} names {got}, not both scores and weighted values",
-    "fused kernel of another attention": "{place} names a part of it, but computes {got}",
-    "foreign plugin": "what the plugin {place} computes is not known",
-    "a part is computed apart": "{got} is fused attention, but {place} computes a part of it as well",
-    "softmax of no known node": "{place} is a softmax of no known node",
-    "matmul of no known node": "{place} is a matmul of no known node",
-    "count differs": "{got} fused attention kernels ran for {wanted} attentions",
-    "sources disagree": "the {got}, but the {wanted}",
-    "scores computed again": "{place} computes its scores again for another output",
-    "counted": "{got} fused attention kernels ran for {wanted} attentions",
-    "not one node": "not one Attention node in the graph",
-    "types not reported": "the types of {place} are not reported",
-    "no floating-point tensor": "no floating-point tensor or kernel is reported",
-    "may be a matmul": "{place} may be a matmul: its name does not show what it computes",
-    "matmul not reported": "no kernel is reported for the matmul {place}",
-    "computed type not reported": "{place} reads {wanted}, and may compute in fewer bits",
-    "plan differs": "the manifest claims {wanted}, the plan shows {got}",
-    "other weights": "the weights in the plan are not those of the bundle",
-    "plan unreadable": "the manifest claims {got}, and only {place} on its GPU can read the plan",
-}
-
-
-def reason_text(reason: Data) -> str:
-    """Why a verdict on an engine is what it is, in words."""
-    text = _REASONS[reason["kind"]].format(**reason)
-    if reason["kind"] == "not one node" and reason["got"]:
-        text = f"{text}: {reason['got']} ({reason['place']})"
-    if reason["kind"] == "may be a matmul" and reason["got"] and reason["wanted"]:
-        text = f"{text} in {reason['got']}" if not reason["got"].isdecimal() else text
-    return text
-
 
 def engine_summary(engine: Data) -> str:
     """Fusion and precision of an engine: `1/1 fused, precision: fp16 (verified)`."""
@@ -731,7 +693,14 @@ def engine_summary(engine: Data) -> str:
     from mha_deploy.engine.engine import fusion_summary, precision_summary
 
     fused, count = [*engine["fused"], 0, 0][:2]
-    precision = precision_summary(engine["precision_status"], engine["precision"])
+    precision = precision_summary(
+        engine["precision_status"],
+        engine["precision"],
+        gemms=engine.get("gemms"),
+        attentions=engine.get("quantized_attentions"),
+        unquantized=engine.get("unquantized_attentions"),
+        reasons=engine["precision_reasons"],
+    )
     return f"{fusion_summary(fused, count, engine['nodes'])}, {precision}"
 
 
@@ -758,7 +727,7 @@ def fusion_table(engines: Sequence[Data]) -> Table:
             status = Cell(text=node["status"], status=FUSION[node["status"]])
             kernels = Cell(text="\n".join(node["kernels"]), status="code") if node["kernels"] else None
             name = Cell(text=node["node"], status="code")
-            why = "; ".join(map(reason_text, node["reasons"]))
+            why = "; ".join(map(engine_reason_text, node["reasons"]))
             rows.append((name, profile, status, kernels, node["source"], why))
         named = f"{engine['name']} " if engine["name"] != engine["backend"] else ""
         title = f"{named}{engine['backend']} {engine['version']}"

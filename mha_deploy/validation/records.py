@@ -26,7 +26,7 @@ from mha_deploy.files import as_plain, problem_in
 from mha_deploy.judge import ParityReport
 from mha_deploy.requirements import Requirement
 from mha_deploy.runtime.cuda import find_gpu
-from mha_deploy.runtime.tensorrt.engine_verdict import EngineReason, NodeVerdict, PrecisionStatus
+from mha_deploy.runtime.tensorrt.engine_verdict import EngineReason, GemmTypes, NodeVerdict, PrecisionStatus
 from mha_deploy.runtime.timing import KernelTime, TimingRecord
 from mha_deploy.status import Finding, Gap, Outcome, Reason, means
 from mha_deploy.validation.conformance import ConformanceTable
@@ -114,7 +114,7 @@ class EngineRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         ),
     ]
     precision_reasons: Annotated[
-        tuple[EngineReason, ...], means("why the precision is unknown; empty otherwise")
+        tuple[EngineReason, ...], means("why the precision is mixed or unknown; empty otherwise")
     ]
     nodes: Annotated[tuple[NodeVerdict, ...], means("one for every attention node and profile")]
     seconds: Annotated[float | None, means("how long the build took, seconds; null where that is not known")]
@@ -132,6 +132,16 @@ class EngineRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     rebuilds: Annotated[
         RebuildRecord | None, means("how much it differs from build to build; null where it was built once")
     ]
+    gemms: Annotated[
+        GemmTypes | None, means("where the graph quantizes, what became of its GEMMs; null elsewhere")
+    ] = None
+    quantized_attentions: Annotated[
+        dict[str, int], means("how many attentions are computed in eight bits, by type")
+    ] = {}
+    unquantized_attentions: Annotated[
+        dict[str, str],
+        means("parts of attentions that the graph quantizes and that run in another type, with that type"),
+    ] = {}
 
 
 class RooflineRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -396,6 +406,9 @@ def engine_records(
                 plugins=tuple(libraries_summary(manifest)),
                 profile_names=tuple(manifest.profile_name(index) for index in range(len(manifest.profiles))),
                 rebuilds=manifest.rebuilds,
+                gemms=manifest.verdict.precision.gemms,
+                quantized_attentions=manifest.verdict.precision.quantized_attentions,
+                unquantized_attentions=manifest.verdict.precision.unquantized_attentions,
             )
         )
     return tuple(found)

@@ -86,6 +86,9 @@ class PlanVerdict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         tuple[EngineReason, ...],
         means("why fusion or precision is unknown, or how it is known; see `engines[].nodes[].reasons[]`"),
     ] = ()
+    precision_reasons: Annotated[
+        tuple[EngineReason, ...], means("those of the precision; see `engines[].precision_reasons`")
+    ] = ()
 
 
 class SubjectRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -412,6 +415,7 @@ def plan_verdict(
             dict.fromkeys((*(r for node in found.nodes for r in node.reasons), *found.precision.reasons))
         )
         or (EngineReason(kind=ReasonKind.COUNTED),),
+        precision_reasons=found.precision.reasons,
     )
 
 

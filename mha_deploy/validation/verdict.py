@@ -14,15 +14,21 @@ import msgspec
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.bundle.manifest import Manifest, ObservedRecord
 from mha_deploy.bundle.samples import Sample
-from mha_deploy.engine.engine import Engine
+from mha_deploy.engine.engine import Engine, precision_summary
 from mha_deploy.errors import DeployError
 from mha_deploy.judge import OutputVerdict, ParityReport
 from mha_deploy.model.spec import Axis, are_within
 from mha_deploy.options import ValidateOptions
 from mha_deploy.requirements import REQUIRED, Demands, Requirement, demands_of
-from mha_deploy.runtime.tensorrt.engine_verdict import FusionStatus, PrecisionStatus
+from mha_deploy.runtime.tensorrt.engine_verdict import (
+    EngineReason,
+    FusionStatus,
+    NodeVerdict,
+    PrecisionStatus,
+    ReasonKind,
+)
 from mha_deploy.status import Finding, Gap, Kind, Outcome, Place, Section, Severity
-from mha_deploy.text import finding_text, gap_text, group_by, plural
+from mha_deploy.text import engine_reason_text, finding_text, gap_text, group_by, plural
 from mha_deploy.validation.conformance import ConformanceTable
 from mha_deploy.validation.data import DataRecord
 from mha_deploy.validation.evaluate import Evaluation, LatencyPoint
@@ -551,7 +557,8 @@ def _about_engines(
     for name, manifest in ((engine.path.stem, engine.manifest) for engine in engines):
         if not manifest.all_fused:
             level = Severity.FAILURE if options.require_fused else Severity.WARNING
-            about: dict[str, Any] = {"engine": name, "detail": manifest.fusion_summary}
+            detail = f"{manifest.fusion_summary}{_why_unknown(manifest.verdict.nodes)}"
+            about: dict[str, Any] = {"engine": name, "detail": detail}
             yield _found(level, Section.FUSION, Kind.ENGINE_NOT_FUSED, **about)
         if not manifest.verdict.precision.ok:
             level = Severity.FAILURE if options.require_precision else Severity.WARNING
@@ -571,6 +578,13 @@ def _about_engines(
         if not ran and not engine.is_confirmed:
             level = Severity.FAILURE if required else Severity.WARNING
             yield _found(level, Section.FUSION, Kind.ENGINE_NOT_CONFIRMED, engine=engine.path.stem)
+
+
+def _why_unknown(nodes: Sequence[NodeVerdict]) -> str:
+    """Why it is not known whether attentions are fused: the first reason; empty where all is known."""
+    unknown = (node for node in nodes if node.status is FusionStatus.UNKNOWN)
+    first = next((reason for node in unknown for reason in node.reasons), None)
+    return "" if first is None else f": {engine_reason_text(msgspec.to_builtins(first))}"
 
 
 def _about_subjects(report: Validation, options: ValidateOptions) -> Iterator[Finding]:
@@ -597,8 +611,12 @@ def _about_subjects(report: Validation, options: ValidateOptions) -> Iterator[Fi
         if precision not in verified and (each.plan is not None or options.require_precision):
             level = Severity.NOTE if precision is PrecisionStatus.UNKNOWN else Severity.WARNING
             level = Severity.FAILURE if options.require_precision else level
-            requested = report.bundle.manifest.requested_types
-            about = {"engine": each.name, "detail": f"precision: {precision} (requested: {requested})"}
+            no_kernels = (EngineReason(kind=ReasonKind.NO_SOURCE),)
+            reasons = no_kernels if each.plan is None else each.plan.precision_reasons
+            detail = precision_summary(
+                precision, report.bundle.manifest.requested_types, reasons=msgspec.to_builtins(reasons)
+            )
+            about = {"engine": each.name, "detail": detail}
             yield _found(level, Section.PRECISION, Kind.ENGINE_PRECISION, **about)
 
 

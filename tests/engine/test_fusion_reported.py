@@ -4,8 +4,8 @@ import pytest
 from msgspec import to_builtins
 
 from mha_deploy.engine.engine import fusion_summary, precision_summary
-from mha_deploy.report.table import reason_text
 from mha_deploy.runtime.tensorrt.engine_verdict import EngineReason, ReasonKind
+from mha_deploy.text import engine_reason_text
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,8 @@ def test_scores_that_are_computed_twice_are_in_the_summary():
 def test_every_kind_of_reason_has_words():
     for kind in ReasonKind:
         reason = to_builtins(EngineReason(kind=kind, place="place", got="fused", wanted="mixed"))
-        assert reason_text(reason)
+        assert engine_reason_text(reason)
+        assert engine_reason_text(reason) in precision_summary("unknown", "fp16", reasons=[reason])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Models in eight bits: the loss is what differs in FP64, the error is judged as for any other model."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -243,6 +244,7 @@ def test_kernels_of_an_engine_read_eight_bits(bundles, name):
     assert found.requested == f"{name}/fp16"
     assert found.quantized == {name: len(GEMMS)}
     assert not found.not_quantized
+    assert (found.gemms.other_types, found.gemms.unknown, found.gemms.unquantized) == ({}, (), ())
     shown = md.open_engine(engine.path).shown  # the plan holds the weights of the graph
     assert (shown.verdict.nodes, shown.all_fused) == (engine.manifest.verdict.nodes, True)
 
@@ -345,6 +347,28 @@ def test_a_quantized_gemm_is_judged_by_what_its_kernel_reads(bundles, reads, wei
     found = precision_verdict(kernels, "fp16", written)
     assert found.status == status
     assert found.quantized["int8"] == len(GEMMS) - (status != "verified")
+
+
+def test_every_gemm_of_a_quantized_engine_is_counted_once(bundles):
+    model = load_graph(bundles["fp8"].model_path)
+    logits, last = model.graph.outputs[0], next(node for node in model.graph if node.name == "residual_2")
+    gram = ir.node("MatMul", [last.outputs[0], last.outputs[0]], name="gram")  # of two activations
+    gram.outputs[0].type, gram.outputs[0].name = logits.type, "gram.y"
+    model.graph.append(gram)
+    packed = replace(kernel("k", ["fp8"], ["fp8"]), onnx_nodes=("q", "k", "v"))
+    kernels = [packed, kernel("out", ["fp16"], ["fp16"]), kernel("up", ["fp8"], ["fp8"])]
+    kernels += [kernel(name, ["fp16"], ["fp16"]) for name in ("attention", "gram")]
+    kernels += [kernel("down", ["fp8"], ["fp8"])]  # none for the head
+    found = precision_verdict(kernels, "fp16", written_types(model)).gemms
+    assert found.kernels == len(kernels) - 1
+    assert found.quantized == {"fp8": 5}
+    assert found.other_types == {"out": "fp16"}
+    assert (found.unknown, found.unquantized) == (("head",), ("gram",))
+    half = precision_verdict(kernels, "fp16", written_types(load_graph(bundles["int8"].model_path)))
+    assert half.gemms.quantized == {}
+    assert half.unquantized_attentions == {}
+    plain = {name: each for name, each in written_types(model).items() if each.quantized is None}
+    assert precision_verdict(kernels, "fp16", plain).gemms is None
 
 
 @pytest.mark.slow

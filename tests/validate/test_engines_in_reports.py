@@ -1,5 +1,6 @@
 """What engines do to a verdict, with stand-ins for engines: this machine may have no GPU to run one on."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,12 +11,16 @@ from msgspec import structs
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
+from mha_deploy.engine.engine import engines_of
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.files import as_plain
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.options import EngineOptions, ValidateOptions
+from mha_deploy.report.page import report_page
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.runner import Runner, TensorInfo
+from mha_deploy.runtime.tensorrt.engine_verdict import EngineReason, PrecisionStatus, ReasonKind
+from mha_deploy.status import Kind
 from mha_deploy.validation import runtimes
 from mha_deploy.validation.evaluate import EvaluationPlan, evaluate
 from mha_deploy.validation.fault import FaultReport
@@ -92,6 +97,24 @@ def test_a_right_engine_passes_and_speaks_in_the_headline(running, bundle):
     assert "engine precision" in told
     (engine,) = as_plain(report.record)["engines"]
     assert (engine["ran"], engine["why_not"]) == (True, None)
+
+
+@pytest.mark.parametrize("status", ["unknown", "mixed"])
+def test_why_a_precision_is_not_verified_is_shown_wherever_that_is(running, bundle, monkeypatch, status):
+    (engine,) = engines_of(bundle.path)
+    reason = EngineReason(kind=ReasonKind.UNTYPED, place="this_kernel", wanted="fp16")
+    judged = structs.replace(
+        engine.manifest.verdict.precision, status=PrecisionStatus(status), reasons=(reason,)
+    )
+    manifest = structs.replace(
+        engine.manifest, verdict=structs.replace(engine.manifest.verdict, precision=judged)
+    )
+    known = dataclasses.replace(engine, manifest=manifest)
+    monkeypatch.setattr("mha_deploy.validation.runtimes.engines_of", lambda *_: [known])
+    report = running(lambda: Stand(bundle))
+    (found,) = [each for each in report.findings if each.kind is Kind.ENGINE_PRECISION]
+    for text in (found.text, report.headline, report_page(as_plain(report.record)), str(found.detail)):
+        assert "this_kernel" in text
 
 
 def test_a_wrong_engine_fails_and_the_fault_is_attributed(running, bundle, monkeypatch):

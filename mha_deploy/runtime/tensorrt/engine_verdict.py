@@ -74,6 +74,7 @@ class ReasonKind(Word):
     MAY_BE_MATMUL = "may be a matmul"
     MATMUL_NOT_REPORTED = "matmul not reported"
     COMPUTE_TYPE = "computed type not reported"
+    OTHER_TYPE = "another type"
     # An engine on disk, whose manifest claims more than its plan shows.
     PLAN_DIFFERS = "plan differs"
     OTHER_WEIGHTS = "other weights"
@@ -422,6 +423,22 @@ class Offender(Struct, frozen=True, kw_only=True):
     onnx_nodes: tuple[str, ...] = ()
 
 
+class GemmTypes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What became of the GEMMs outside attention, where the graph quantizes some: each is in one place."""
+
+    kernels: Annotated[int, means("how many kernels compute them, in all profiles together")]
+    quantized: Annotated[
+        dict[str, int], means("how many have a kernel that reads both factors in eight bits, by type")
+    ]
+    other_types: Annotated[
+        dict[str, str], means("those that the graph quantizes and that run in another type, with that type")
+    ]
+    unknown: Annotated[
+        tuple[str, ...], means("those that the graph quantizes and whose kernels do not show their type")
+    ]
+    unquantized: Annotated[tuple[str, ...], means("those that the graph does not quantize")]
+
+
 class PrecisionVerdict(Struct, frozen=True, kw_only=True):
     """Whether an engine is in the requested precision."""
 
@@ -431,7 +448,7 @@ class PrecisionVerdict(Struct, frozen=True, kw_only=True):
     # Matmuls and attentions with another floating-point type that is not the graph's; other kernels with one.
     offenders: tuple[Offender, ...] = ()
     islands: tuple[Offender, ...] = ()
-    reasons: tuple[EngineReason, ...] = ()  # why the answer is unknown; empty otherwise
+    reasons: tuple[EngineReason, ...] = ()  # why it is mixed or unknown; empty otherwise
     has_untyped: bool = False  # whether a matmul or attention was reported without its types
     # Matmuls and attentions with another type that the graph requests; matmuls that the graph keeps in a
     # wider type than the engine multiplies in.
@@ -439,12 +456,21 @@ class PrecisionVerdict(Struct, frozen=True, kw_only=True):
     narrowed: tuple[Offender, ...] = ()
     accumulate_in_fp16: tuple[str, ...] = ()  # the kernels that do, by their names
     selected_at_load: tuple[str, ...] = ()  # the matmuls whose kernels are chosen when the engine is loaded
-    # Matmuls that the graph quantizes: those whose kernels read both factors in that type, by type; and those
-    # that run in another type all the same.
-    quantized: dict[str, int] = {}
-    not_quantized: tuple[Offender, ...] = ()
+    gemms: GemmTypes | None = None  # where the graph quantizes
+    not_quantized: tuple[Offender, ...] = ()  # matmuls that it quantizes, and that run in another type
     # Attentions that the graph quantizes, all of whose kernels read that type, by type.
     quantized_attentions: dict[str, int] = {}
+
+    @property
+    def quantized(self) -> dict[str, int]:
+        """How many GEMMs outside attention are in eight bits, by type."""
+        return {} if self.gemms is None else self.gemms.quantized
+
+    @property
+    def unquantized_attentions(self) -> dict[str, str]:
+        """Parts of attentions that the graph quantizes and that run in another type, with that type."""
+        gemms = {} if self.gemms is None else self.gemms.other_types
+        return {each.what: each.dtype for each in self.not_quantized if each.what not in gemms}
 
     @property
     def ok(self) -> bool:
@@ -499,6 +525,11 @@ def precision_verdict(
     reason = None if offenders else _why_unknown(kernels, generated, missing, precision, written)
     if reason is None and not offenders and open_:
         reason = EngineReason(kind=ReasonKind.COMPUTE_TYPE, place=open_[0])
+    if offenders:
+        found = offenders[0]
+        reason = EngineReason(
+            kind=ReasonKind.OTHER_TYPE, place=found.kernel, got=found.dtype, wanted=precision
+        )
     later = tuple(kernel.name for kernel in heavy if _SELECTED_AT_LOAD in kernel.tactic)
     known = PrecisionStatus.SELECTED_AT_LOAD if later else PrecisionStatus.VERIFIED
     return PrecisionVerdict(
@@ -513,7 +544,7 @@ def precision_verdict(
         narrowed=tuple(found for kernel in heavy for found in _narrowed(kernel, written or {})),
         accumulate_in_fp16=tuple(k.tactic for k in kernels if _NARROW_SUM.search(k.tactic.lower())),
         selected_at_load=later,
-        quantized=dict(Counter(dtype for name, dtype in proven.items() if name not in owners)),
+        gemms=_gemm_types(heavy, written or {}, owners, proven, half),
         not_quantized=tuple(half),
         quantized_attentions=dict(Counter(inside.values())),
     )
@@ -550,6 +581,34 @@ def _quantized_matmuls(
                 open_.append(kernel.label)
     wrong = {each.what for each in half}
     return {name: dtype for name, dtype in proven.items() if name not in wrong}, half, open_
+
+
+def _gemm_types(
+    heavy: Sequence[Kernel],
+    written: Written,
+    owners: Mapping[str, str],
+    proven: Mapping[str, str],
+    half: Sequence[Offender],
+) -> GemmTypes | None:
+    """Every GEMM outside attention by what became of it; None where the graph quantizes nothing."""
+    gemms = {
+        name: node
+        for name, node in written.items()
+        if node.is_matmul and not (node.is_attention or node.is_constant or name in owners)
+    }
+    if not any(node.quantized for node in gemms.values()):
+        return None
+    # Of equal GEMMs, which a builder merges, one has a kernel.
+    types = {name: proven.get(name) or proven.get(node.twin_of) for name, node in gemms.items()}
+    others = {each.what: each.dtype for each in half if each.what in gemms}
+    wanted = [name for name, node in gemms.items() if node.quantized]
+    return GemmTypes(
+        kernels=sum(not gemms.keys().isdisjoint(kernel.onnx_nodes) for kernel in heavy),
+        quantized=dict(Counter(dtype for dtype in types.values() if dtype is not None)),
+        other_types=others,
+        unknown=tuple(name for name in wanted if types[name] is None and name not in others),
+        unquantized=tuple(name for name in gemms if name not in wanted),
+    )
 
 
 def _matmuls_by_graph(kernels: Sequence[Kernel], written: Written) -> tuple[set[int], list[str]]:
@@ -1002,7 +1061,7 @@ def _with_eight_bits(verdict: PrecisionVerdict, all_: Iterable[PrecisionVerdict]
     most = max(all_, key=known)
     return replace(
         verdict,
-        quantized=most.quantized,
+        gemms=most.gemms,
         not_quantized=most.not_quantized,
         quantized_attentions=most.quantized_attentions,
     )
