@@ -130,6 +130,26 @@ def added():
     return _masked(lambda scores, hidden: scores + hidden.to(scores.dtype) * -1e9)
 
 
+def _first_query_masked(number):
+    """No key is visible to the first query."""
+
+    def hide(scores, hidden):
+        S = scores.shape[-1]
+        later = torch.ones(S, S, dtype=torch.bool).triu() | hidden
+        return -scores.abs() - 50 + torch.where(later, number(scores.dtype), 0.0).to(scores.dtype)
+
+    return _masked(hide)
+
+
+def first_query_at_infinity():
+    return _first_query_masked(lambda dtype: -torch.inf)
+
+
+def first_query_at_lowest():
+    """In FP16 the lowest number and a score are -inf."""
+    return _first_query_masked(lambda dtype: torch.finfo(dtype).min)
+
+
 def guarded():
     """A branch for FP16, as transformers have them."""
 

@@ -437,7 +437,7 @@ def run_explained(
             short = next(filter(None, types), "its precision")
             what = f"The module does not run in {short}: it uses a number that {short} cannot hold."
             hint = f"--precision auto, or {_SMALLER_NUMBER}"
-            got = _first_overflow(lambda: module(**arguments)) or str(error).splitlines()[0]
+            got = _first_overflow(lambda: module(**arguments)).found or str(error).splitlines()[0]
             raise ExportError(what, got=got, hint=hint) from error
         got = f"{at}{failed.got}"
         hint = f"{hint}, or --precision auto if it runs in float32" if {"fp16", "bf16"} & {*types} else hint
@@ -470,14 +470,20 @@ def overflow_error(
     if nan := _weights_with(torch.isnan, (*module.named_parameters(), *module.named_buffers())):
         helps = "weights without NaN; no precision helps"
         return NoResult("The module's weights contain NaN.", got=nan, hint=helps)
-    first = None if run is None else _first_overflow(run)
+    seen = _Watch() if run is None else _first_overflow(run)
+    if seen.masked and not seen.found:
+        what = "The module has no finite result for a fully masked query."
+        hint = "a mask that leaves every query a key, or in the module nan_to_num or a finite mask number"
+        return NoResult(what, got=f"{where}; {seen.masked}", hint=hint)
     # Not buffers: a causal mask of -inf is one.
-    if not first and (infinite := _weights_with(torch.isinf, module.named_parameters())):
+    if not seen.found and (infinite := _weights_with(torch.isinf, module.named_parameters())):
         what = f"The module's weights contain infinite numbers in {precision}."
         finite = "" if precision == "fp32" else f"; {hint} if rounding to {precision} made them infinite"
         return NoResult(what, got=infinite, hint=f"finite weights{finite}")
+    if run is not None and seen.found is None:
+        return NoResult(f"The module's own result is not finite in {precision}.", got=where, hint=hint)
     what = f"The module itself overflows in {precision}: its own result is not finite."
-    return NoResult(what, got=where if first is None else f"{where}; first at {first}", hint=hint)
+    return NoResult(what, got=where if seen.found is None else f"{where}; first at {seen.found}", hint=hint)
 
 
 def _weights_with(test: Callable[[Tensor], Tensor], weights: Iterable[tuple[str, Tensor]]) -> str | None:
@@ -492,18 +498,22 @@ def _weights_with(test: Callable[[Tensor], Tensor], weights: Iterable[tuple[str,
     return "; ".join(found[:_MOST_NAMED] + more) or None
 
 
-def _first_overflow(run: Callable[[], object]) -> str | None:
-    """Run a module again; the call whose result is the first that is not finite, with its line."""
+def _first_overflow(run: Callable[[], object]) -> _Watch:
+    """Run a module again; the calls whose results are the first that are not finite, with their lines."""
     watch, eager = _Watch(), oracle.Float32Accumulation()
     with contextlib.suppress(Exception), torch.inference_mode(), oracle.dense_flex_attention(), eager, watch:
         run()
-    return watch.found
+    return watch
 
 
 class _Watch(Intercept):
-    """Notes the first call that makes numbers that are not finite from numbers that are."""
+    """Notes the first call that makes numbers that are not finite from numbers that are.
+
+    Scores that a mask takes to -inf are meant to be; a softmax of nothing else is noted by itself.
+    """
 
     found: str | None = None
+    masked: str | None = None
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", str(func))
@@ -517,9 +527,27 @@ class _Watch(Intercept):
             if _NO_SUCH_NUMBER.search(str(error)):
                 self.found = f"{_place()}{name}{_too_large(given)}"
             raise
-        if from_finite and not all(map(_is_finite, tree_leaves(result))):
+        if from_finite and not all(map(_is_finite, tree_leaves(result))) and not _masks(given, result):
             self.found = f"{_place()}{name}{_reached(func, args, kwargs)}"
+        scores = args[0] if args else kwargs.get("input")
+        if self.masked is None and "softmax" in name and (count := _without_keys(scores, result)):
+            self.masked = f"{_place()}{name}, {count:,} of them in all heads"
         return result
+
+
+def _masks(given: list[Any], result: Any) -> bool:
+    """Whether a call adds the lowest number of a type, or nearly, to scores: what is below it is -inf."""
+    if not isinstance(result, Tensor) or bool(result.isnan().any()) or bool((result == math.inf).any()):
+        return False
+    tensors = [each for each in given if isinstance(each, Tensor) and each.is_floating_point()]
+    return any(each.numel() and float(each.min()) <= 0.9 * torch.finfo(each.dtype).min for each in tensors)
+
+
+def _without_keys(scores: Any, weights: Any) -> int:
+    """The queries that a softmax has no key for: all scores are -inf, and all weights NaN."""
+    if not isinstance(scores, Tensor) or not isinstance(weights, Tensor) or not weights.isnan().any():
+        return 0
+    return int((weights.isnan().all(-1) & (scores == -math.inf).all(-1)).sum())
 
 
 def _is_finite(value: Any) -> bool:

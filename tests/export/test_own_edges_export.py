@@ -102,6 +102,16 @@ def test_the_call_that_overflows_is_named(tmp_path):
     assert "--precision auto" in caught.value.hint
 
 
+@pytest.mark.parametrize("factory", ["first_query_at_infinity", "first_query_at_lowest"])
+def test_a_fully_masked_query_is_no_overflow(tmp_path, factory):
+    with pytest.raises(ExportError, match="fully masked") as caught:
+        md.export(f"{FILE}:{factory}", tmp_path / "bundle", precision="fp16")
+    assert "overflow" not in str(caught.value)
+    assert "softmax" in caught.value.got
+    assert "edge_models.py:" in caught.value.got
+    assert "mask" in caught.value.hint
+
+
 @pytest.mark.slow  # those of a catalog layer are named by the same code: tests/export/test_exporter.py
 @pytest.mark.parametrize(
     ("factory", "precision", "weight", "said"),
