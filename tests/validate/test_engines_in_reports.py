@@ -99,9 +99,8 @@ def test_a_right_engine_passes_and_speaks_in_the_headline(running, bundle):
     assert (engine["ran"], engine["why_not"]) == (True, None)
 
 
-@pytest.mark.parametrize("status", ["unknown", "mixed"])
-def test_why_a_precision_is_not_verified_is_shown_wherever_that_is(running, bundle, monkeypatch, status):
-    (engine,) = engines_of(bundle.path)
+def with_precision(engine, status):
+    """The engine with another verdict on its precision."""
     reason = EngineReason(kind=ReasonKind.UNTYPED, place="this_kernel", wanted="fp16")
     judged = structs.replace(
         engine.manifest.verdict.precision, status=PrecisionStatus(status), reasons=(reason,)
@@ -109,8 +108,34 @@ def test_why_a_precision_is_not_verified_is_shown_wherever_that_is(running, bund
     manifest = structs.replace(
         engine.manifest, verdict=structs.replace(engine.manifest.verdict, precision=judged)
     )
-    known = dataclasses.replace(engine, manifest=manifest)
-    monkeypatch.setattr("mha_deploy.validation.runtimes.engines_of", lambda *_: [known])
+    return dataclasses.replace(engine, manifest=manifest)
+
+
+@pytest.fixture
+def judged_as(monkeypatch):
+    """Let the engines of all bundles have a verdict on their precision."""
+
+    def let(status):
+        found = "mha_deploy.validation.runtimes.engines_of"
+        monkeypatch.setattr(found, lambda path: [with_precision(each, status) for each in engines_of(path)])
+
+    return let
+
+
+def test_deploy_demands_the_precision_and_validate_where_it_is_told_to(bundle, judged_as, run_cli, tmp_path):
+    """As the README's table of exit codes says."""
+    validate = ("validate", bundle.path, "--backend", "ort-cpu", "--no-report", "--no-latency", "--no-sweep")
+    for status, code in (("selected at load", 0), ("mixed", 1), ("unknown", 1)):
+        judged_as(status)
+        assert run_cli(*validate).code == 0
+        assert run_cli(*validate, "--require-precision").code == code
+    options = ("--backend", "tensorrt-rtx", "--golden", "opt", "--no-latency", "-o", tmp_path / "out")
+    assert run_cli("deploy", "tiny-mha", *options).code == 1
+
+
+@pytest.mark.parametrize("status", ["unknown", "mixed"])
+def test_why_a_precision_is_not_verified_is_shown_wherever_that_is(running, bundle, judged_as, status):
+    judged_as(status)
     report = running(lambda: Stand(bundle))
     (found,) = [each for each in report.findings if each.kind is Kind.ENGINE_PRECISION]
     for text in (found.text, report.headline, report_page(as_plain(report.record)), str(found.detail)):
