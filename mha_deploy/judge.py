@@ -211,7 +211,7 @@ def judge_case(
             heads = (to_heads or {}).get(name)
             budget = budget_from_samples(samples, oracle, precision, baseline.branches, heads)
         suspects = {
-            mistake: (each.changes[name], each.chances.get(precision.accumulate, {}).get(name))
+            mistake: (each.changes[name], each.chances.get(precision.accumulate, {}).get(name), each.excess)
             for mistake, each in case.suspects.items()
             if name in each.changes
         }

@@ -57,8 +57,8 @@ def measure(
 ) -> Deviation:
     """Compare a finite result with the oracle, in float64; slice by slice where their spread is known.
 
-    `suspects` is what known mistakes would add to the oracle, and where it is known, how much of that chance
-    leaves in a right result.
+    `suspects` is what known mistakes would add to the oracle; where it is known, how much of that chance
+    leaves in a right result; and of a factor, how far it is from 1.
     """
     result, oracle = np.atleast_1d(got.astype(np.float64)), np.atleast_1d(oracle)  # a loss is one number
     if not oracle.size:
@@ -98,6 +98,7 @@ _AXES = {
     4: ("batch element", "head", "query", "channel"),
 }
 EVERYWHERE = "everywhere"
+_MOST_LINEAR = 0.1  # up to here, a factor that is so far off shows about in proportion
 
 # Where no other benchmark is named, `benchmarks/judge_constants.py` measures a constant, or counts what
 # another number would cost: right results that fail, and wrong ones that pass.
@@ -131,8 +132,16 @@ _DEVIATIONS = 2.5
 _ALIKE = (0.25, 2.0)  # an error that holds a known mistake so many times is named after it
 _OUTSTANDING = 3.0  # a head with so many times the error of the usual head is named
 
-Suspects = Mapping[str, tuple[np.ndarray, float | None]]
-"""By known mistake, what it would add, and the share of it that chance leaves; None: as in the samples."""
+Suspects = Mapping[str, tuple[np.ndarray, float | None, float | None]]
+"""By known mistake, what it would add, the share of it that chance leaves (None: as in the samples), and of a
+factor how far it is from 1."""
+
+
+def _off_by(excess: float) -> str:
+    """How far a factor is from 1, in words; what a large one adds is no multiple of what a small one does."""
+    side, size = "small" if excess < 0 else "large", abs(excess)
+    return f"{'about' if size <= _MOST_LINEAR else 'over'} {100 * min(size, _MOST_LINEAR):.2g} % too {side}"
+
 
 ToHeads = Callable[[np.ndarray], np.ndarray]
 """Undoes an output projection: [B, S, E] to [B, Hq, S, D]."""
@@ -319,14 +328,15 @@ class Spread:
             elif sizes.max() > _OUTSTANDING * np.median(sizes):
                 place = f"{place}; head {int(np.argmax(sizes))}"
             local, gain = max(local, head_local), max(gain, head_gain)
-        for name, (change, known) in suspects.items():
+        for name, (change, known, excess) in suspects.items():
             if is_telling(chance := self._chance_in_samples(name, change) if known is None else known):
-                amount = abs(self._share(change, error))
+                part = self._share(change, error)
+                amount = abs(part)
                 share = amount / chance
                 if share > max(local, gain) and (
                     _ALIKE[0] < amount < _ALIKE[1] or self._is_most_of(change, error)
                 ):
-                    place = f"as with {name}"
+                    place = f"as with {name}" + ("" if excess is None else f", {_off_by(part * excess)}")
                 gain = max(gain, share)
         return local, gain, place
 

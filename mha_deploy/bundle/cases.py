@@ -204,6 +204,7 @@ class KnownMistake:
 
     changes: Arrays
     chances: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    excess: float | None = None  # of numbers that are too large: by how much, relative to them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +258,7 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
     for results, (name, taken) in product((oracle, eager), cached_outputs(spec).items()):
         results[name] = with_entries(inputs[taken], results[name], first_new_entries(inputs, taken))
     about = msgspec.structs.asdict(entry)
-    del about["file"], about["source"]
+    del about["file"], about["source"], about["excess"]
     about["suspects"] = _unpack_suspects(entry, arrays, oracle, precision)
     reference = Reference(oracle, entry.source)
     about |= {"inputs": inputs, "oracle": reference, "eager": eager, "baselines": baselines}
@@ -373,7 +374,10 @@ def _unpack_suspects(
             changes[mistake][name] = change
             for kind, found in zip(kinds, numbers[1:], strict=True):
                 chances[mistake][kind][name] = float(found[index])
-    return {mistake: KnownMistake(changes[mistake], chances[mistake]) for mistake in entry.suspects}
+    return {
+        mistake: KnownMistake(changes[mistake], chances[mistake], entry.excess.get(mistake))
+        for mistake in entry.suspects
+    }
 
 
 def _refuse_wide(

@@ -169,6 +169,7 @@ class GoldenEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     note: str = ""
     flops: Count = 0
     suspects: dict[str, list[str]] = field(default_factory=dict)  # mistakes, and the outputs they change
+    excess: dict[str, float] = field(default_factory=dict)  # mistakes that are a factor, and how far from 1
 
 
 class TraceEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -50,7 +50,7 @@ _MOST, _MOST_BYTES = 256, 1 << 23  # mistakes, and what they take in a file
 _LEAST_NUMBERS = 512  # of the outputs: fewer do not distinguish these mistakes from chance
 _MOST_SECONDS = 30.0  # of the processor: other work beside an export does not change what it finds
 _INT8_MOST = 127
-_FACTOR = 1.02
+_FACTOR, _OFF = 1.02, "off"
 # Of a factor that is 2 % off: a rounded scale, or accumulation that truncates, leaves a tenth of a percent.
 _LEAST_FACTOR = 0.05
 
@@ -253,7 +253,7 @@ class _Search:
 
     def _factors(self, attention: str) -> dict[str, Edits]:
         """An attention whose scale is off, and one whose result is."""
-        parts = {"scale 2 % too large": "keys", "heads 2 % too large": "heads"}
+        parts = {f"scale {_OFF}": "keys", f"heads {_OFF}": "heads"}
         found = {kind: self._places[attention].get(part) for kind, part in parts.items()}
         return {kind: {at[0]: {at[1]: _too_large}} for kind, at in found.items() if at is not None}
 
@@ -272,7 +272,7 @@ class _Search:
                 transposed = "transB" in node.attributes and node.attributes["transB"].as_int()
                 per_channel: tuple[int, ...] = (-2,) if i == 1 and not transposed else (-1,)
                 per_channel = tuple(range(1, rank)) if is_op(node, "Conv") else per_channel
-                changes = in_fewer_bits(per_channel) | {"2 % too large": _too_large}
+                changes = in_fewer_bits(per_channel) | {_OFF: _too_large}
                 yield (name, i, str(weight.name)), changes
 
     def _run(self, mode: FileRounding) -> Arrays:
@@ -321,7 +321,7 @@ class _Search:
                     changes[name], left = change, left - change.size
             if changes:
                 known = {kind: {name: each[name] for name in changes} for kind, each in chances.items()}
-                suspects[mistake] = KnownMistake(changes, known)
+                suspects[mistake] = KnownMistake(changes, known, _FACTOR - 1 if is_factor else None)
         case, shown = replace(case, suspects=suspects), list[tuple[str, str]]()
         for kind in kinds if suspects else ():
             if not self._is_wrong(case, {}, kind):  # else everything is

@@ -295,7 +295,8 @@ def export_bundle(source: ExportSource, target: Path, on_step: OnStep) -> Bundle
                 cases[index] = replace(case, suspects=coarse.suspects)
                 write_case(folder / golden[index].file, cases[index])
                 outputs = {mistake: list(each.changes) for mistake, each in coarse.suspects.items()}
-                golden[index] = structs.replace(golden[index], suspects=outputs)
+                excess = {key: each.excess for key, each in coarse.suspects.items() if each.excess}
+                golden[index] = structs.replace(golden[index], suspects=outputs, excess=excess)
         observed = observe(written, cases, source.precision, source.unfused, coarse)
         source.step("hashes")
         attention = [node.describe() for node in attention_nodes(written)]

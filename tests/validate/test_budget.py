@@ -594,7 +594,7 @@ def test_rounding_to_nearest_is_no_trace_of_a_coarser_type():
     samples = np.stack([down + up * step - oracle for up in ups]).astype(np.float32)
     budget = budget_from_samples(samples, oracle, FP16)
     coarse = oracle.astype(ml_dtypes.bfloat16)
-    suspects = {"outputs in BF16": (coarse.astype(np.float64) - oracle, None)}
+    suspects = {"outputs in BF16": (coarse.astype(np.float64) - oracle, None, None)}
     right, wrong = (
         measure(each.astype(np.float16), oracle, budget.spread, suspects) for each in (oracle, coarse)
     )

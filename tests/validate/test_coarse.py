@@ -1,6 +1,7 @@
 """Arithmetic that is coarser than the requested precision, within the budget of what rounding costs."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -73,12 +74,16 @@ def weight_in_int8(graph):
     tensor.CopyFrom(numpy_helper.from_array(coarse, tensor.name))
 
 
-def scale_too_large(graph):
-    """By 0.75 %, in the second attention."""
-    node = [each for each in graph.node if each.op_type == "Attention"][1]
-    for each in [each for each in node.attribute if each.name == "scale"]:
-        node.attribute.remove(each)
-    node.attribute.append(helper.make_attribute("scale", 1.0075 * SCALE))
+def scale_times(factor):
+    """In the second attention."""
+
+    def change(graph):
+        node = [each for each in graph.node if each.op_type == "Attention"][1]
+        for each in [each for each in node.attribute if each.name == "scale"]:
+            node.attribute.remove(each)
+        node.attribute.append(helper.make_attribute("scale", factor * SCALE))
+
+    return change
 
 
 def scores_in_bf16(graph):
@@ -115,7 +120,6 @@ def scores_in_bf16(graph):
         (operand_in_bf16(2), ("values", "BF16")),
         (scores_in_bf16, ("scores before their scale", "BF16")),
         (weight_in_int8, ("INT8",)),
-        (scale_too_large, ("scale",)),
     ],
 )
 def test_a_part_in_coarser_arithmetic_is_caught_and_named(bundle, tmp_path, change, names):
@@ -126,6 +130,24 @@ def test_a_part_in_coarser_arithmetic_is_caught_and_named(bundle, tmp_path, chan
     assert (report.outcome == "failed") == bool(names), report.headline
     (verdict,) = [each for parity in report.to_dict()["parity"] for each in parity["verdicts"]]
     assert all(name in verdict["deviation"]["local_at"] for name in names)
+
+
+@pytest.mark.parametrize("factor", [1.0075, 0.99, 1.5])
+def test_a_scale_that_is_off_is_named_with_the_amount(bundle, tmp_path, factor):
+    model = onnx.load(bundle.model_path)
+    scale_times(factor)(model.graph)
+    onnx.save(model, tmp_path / "other.onnx")
+    report = md.validate(bundle, graphs=[tmp_path / "other.onnx"], **QUICK)
+    (verdict,) = [each for parity in report.to_dict()["parity"] for each in parity["verdicts"]]
+    place = verdict["deviation"]["local_at"]
+    assert report.outcome == "failed"
+    assert "scale" in place
+    assert ("small" if factor < 1 else "large") in place
+    (percent,) = (float(each) for each in re.findall(r"([\d.]+) %", place))
+    if abs(factor - 1) < 0.1:
+        assert percent == pytest.approx(100 * abs(factor - 1), rel=0.15)
+    else:  # what a large factor does is no multiple of what a small one does
+        assert percent < 100 * abs(factor - 1)
 
 
 def test_the_outputs_show_attention_in_bf16(bundle):
