@@ -28,6 +28,7 @@ from mha_deploy.errors import DeployError, ExportError, NoResult, UserCodeError
 from mha_deploy.exporter import oracle
 from mha_deploy.exporter.axes import TORCH_NAME
 from mha_deploy.exporter.oracle import Intercept, run_module, swapped, tensors_in
+from mha_deploy.graph.batch_norm import fold_batch_norms
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.user_code import user_code, where_is
 
@@ -94,7 +95,8 @@ def matching_by_operator() -> Iterator[None]:
     """Let onnxscript try a pattern of several outputs only at nodes of its first operator.
 
     It lists the whole graph for each node before it looks at its operator: that is quadratic, and in a graph
-    of some thousand nodes most of the export.
+    of some thousand nodes most of the export. It matches no BatchNormalization, which it folds in the type of
+    the weights; `fold_batch_norms` does so exactly.
     """
     try:
         from onnxscript.rewriter._matcher import SimplePatternMatcher
@@ -104,6 +106,8 @@ def matching_by_operator() -> Iterator[None]:
     whole = vars(SimplePatternMatcher)["match"]
 
     def match(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
+        if node.op_type == "BatchNormalization":
+            return None
         if not self.pattern.has_single_output_node:
             wanted = self.pattern.output_nodes[0].op_identifier()
             if wanted is not None and wanted != node.op_identifier():
@@ -216,6 +220,7 @@ def onnx_program(
             "PyTorch returned no ONNX program.",
             hint="another version of PyTorch; `mha-deploy doctor` lists those here",
         )
+    fold_batch_norms(program.model)
     return program
 
 

@@ -1,5 +1,6 @@
 """Any module becomes a graph with the user's names, axes and source lines."""
 
+import copy
 from collections import namedtuple
 from functools import partial
 from pathlib import Path
@@ -468,3 +469,41 @@ def test_a_module_that_fills_its_own_containers():
     drawn = {"x": torch.randn(3, 4)}
     (name,) = exported.outputs
     np.testing.assert_allclose(run(exported.model, drawn)[name], module(**drawn).detach(), atol=1e-5)
+
+
+class Normed(nn.Module):
+    """Batch norms behind all that they are folded into."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.up = nn.Conv2d(3, 8, 3, bias=False), nn.ConvTranspose2d(8, 6, 2, groups=2)
+        self.linear = nn.Linear(6, 8)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(6), nn.BatchNorm1d(8)])
+        for each in self.norms:
+            each.running_mean.normal_(), each.running_var.uniform_(0.2, 1.7)
+            nn.init.uniform_(each.weight, 0.5, 1.5), nn.init.normal_(each.bias)
+
+    def forward(self, x):
+        y = self.norms[0](self.conv(x))
+        y = self.norms[1](self.up(y))
+        return self.norms[2](self.linear(y.mean((2, 3))))
+
+
+def test_weights_with_a_batch_norm_in_them_are_rounded_once():
+    torch.manual_seed(0)
+    module = Normed().half().eval()
+    exported = export_program(module, {"x": torch.randn(4, 3, 8, 8).half()}, {"x": ("B",)}, {"B": B})
+    assert "BatchNormalization" not in {node.op_type for node in exported.model.graph}
+    exact, wanted = copy.deepcopy(module).double(), []
+    for layer, norm in zip((exact.conv, exact.up, exact.linear), exact.norms, strict=True):
+        factor = norm.weight / (norm.running_var + norm.eps).sqrt()
+        groups = 2 if layer is exact.up else 8  # whose outputs are the second axis, in groups
+        weight = layer.weight.unflatten(0, (groups, -1))
+        across = factor.view(groups, 1, -1, *[1] * (weight.dim() - 3))
+        bias = 0.0 if layer.bias is None else layer.bias
+        wanted.append((weight * across).flatten(0, 1))
+        wanted.append((bias - norm.running_mean) * factor + norm.bias)
+    nodes = [node for node in exported.model.graph if node.op_type in ("Conv", "ConvTranspose", "Gemm")]
+    got = [value.const_value.numpy() for node in nodes for value in node.inputs[1:]]
+    for ours, theirs in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(ours, theirs.detach().half().numpy())
