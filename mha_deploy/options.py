@@ -494,8 +494,21 @@ _OF_PROCESS = {  # see `md.configure`
     "trust-code": ("trust_code", "bool"),
 }
 _LAYER = re.compile(r"--hf (\S+) --layer (\d+)")
-_KEYWORDS = {"axis": ("axes", "Mapping"), "input": ("inputs", "Mapping"), "weights": ("weights", "Path")}
-_NO_VALUES = frozenset({"and", "if", "in", "of", "or", "ranges", "that", "to", "with"})
+_KEYWORDS = {  # parameters of functions; the fields of records are found by themselves
+    "axis": ("axes", "Mapping"),
+    "cache": ("cache", "str"),
+    "heads": ("heads", "int"),
+    "input": ("inputs", "Mapping"),
+    "jobs": ("jobs", "int"),
+    "kv-heads": ("kv_heads", "int"),
+    "nvcc": ("nvcc", "Path"),
+    "repeat": ("repeat", "int"),
+    "save-onnx": ("save_onnx", "Path"),
+    "triton": ("repository", "Path"),
+    "verify": ("verify", "bool"),
+    "weights": ("weights", "Path"),
+}
+_NO_VALUES = frozenset({"alone", "and", "if", "in", "of", "or", "ranges", "that", "to", "with"})
 
 
 def in_python(text: str) -> str:

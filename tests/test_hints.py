@@ -1,13 +1,83 @@
 """Hints in the language of the reader: options on the command line, keywords in Python."""
 
+import ast
+import inspect
 import pydoc
 import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
 
+import click
 import pytest
 
 import mha_deploy as md
 from mha_deploy import options
+from mha_deploy.cli import app
+from mha_deploy.model.catalog import tomllib
 from mha_deploy.options import in_python
+
+SOURCE = Path(md.__file__).parent
+FLAG = re.compile(r"(?<![\w-])--[a-z](?:[\w-]*[a-wyz\d])?(?![\w-])")  # X: a part that is filled in
+OTHER_PROGRAM = re.compile(r"`?\b(?:trtexec|hf download|pip install|cmake)\b[^`,;]*")
+OF_OTHERS = {"use_cache", "experts_implementation", "extra_options"}  # of Transformers and ONNX Runtime
+ONLY_TYPED = {"--no-report"}  # of the command line: Python writes no report by itself
+
+
+@pytest.fixture(scope="module")
+def hints():
+    return list(found_hints())
+
+
+def found_hints():
+    """Every hint in the source, and every remedy of a rule: its place, and its text without values."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        given = [node for node in nodes if isinstance(node, ast.keyword) and node.arg == "hint"]
+        values = [(node.lineno, node.value) for node in given]
+        assigned = [each for node in nodes if isinstance(node, ast.Assign) for each in pairs(node)]
+        values += [(line, value) for line, name, value in assigned if name.endswith("hint")]
+        parts = {node.id for _, value in values for node in ast.walk(value) if isinstance(node, ast.Name)}
+        values += [(line, value) for line, name, value in assigned if name in parts]
+        for line, value in values:
+            for text in texts(value):
+                yield f"{path.relative_to(SOURCE)}:{line}", OTHER_PROGRAM.sub("", text)
+    for name, rule in tomllib.loads((SOURCE / "graph" / "rules.toml").read_text(encoding="utf-8")).items():
+        yield name, rule["remedy"]
+
+
+def pairs(node):
+    """The names that a statement assigns to, each with its line and what is assigned."""
+    for target in node.targets:
+        found = [(target, node.value)]
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            found = zip(target.elts, node.value.elts, strict=False)
+        yield from ((node.lineno, name.id, value) for name, value in found if isinstance(name, ast.Name))
+
+
+def texts(node):
+    """The texts in an expression; what an f-string fills in is a word."""
+    if isinstance(node, ast.JoinedStr):
+        yield "".join(each.value if isinstance(each, ast.Constant) else "X" for each in node.values)
+    elif isinstance(node, ast.Constant):
+        yield from [node.value] if isinstance(node.value, str) else []
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from texts(child)
+
+
+def flags(command):
+    """The options of a command, and of those below it."""
+    found = {flag for each in command.params for flag in (*each.opts, *each.secondary_opts)}
+    below = command.commands.values() if isinstance(command, click.Group) else ()
+    return found.union({"--help"}, *map(flags, below))
+
+
+def keywords():
+    """The keywords of all functions and records of the API."""
+    public = [getattr(md, name) for name in dir(md) if not name.startswith("_")]
+    records = [each for each in vars(options).values() if isinstance(each, type) and is_dataclass(each)]
+    found = {name for each in public if callable(each) for name in inspect.signature(each).parameters}
+    return found | {each.name for record in records for each in fields(record)}
 
 
 def test_an_existing_folder_names_the_option_and_the_keyword(run_cli, tmp_path):
@@ -66,3 +136,21 @@ def test_the_help_of_python_names_no_option_of_the_command_line(record):
 )
 def test_options_become_keywords(hint, keywords):
     assert in_python(hint) == (keywords or hint)
+
+
+def test_hints_name_options_that_exist(hints):
+    known = flags(app)
+    unknown = [(place, flag) for place, text in hints for flag in FLAG.findall(text) if flag not in known]
+    assert len(hints) > 300
+    assert unknown == []
+
+
+def test_hints_name_keywords_that_exist(hints):
+    known, wrong = keywords(), []
+    for place, text in hints:
+        shown = in_python(text)
+        names = re.findall(r"(?<![\w.\"'{-])([a-z][a-z_]+)=", shown)
+        wrong += [(place, name) for name in names if name not in known | OF_OTHERS]
+        if not place.startswith("cli/") and "mha-deploy " not in shown:
+            wrong += [(place, flag) for flag in FLAG.findall(shown) if flag not in ONLY_TYPED]
+    assert wrong == []

@@ -237,7 +237,7 @@ def read_lines(path: Path) -> list[Line]:
     try:
         texts = read_regular(path).splitlines()
     except OSError as error:
-        hint = "bench --record FILE writes one"
+        hint = "`mha-deploy bench --record FILE` writes one"
         raise DeployError("The record cannot be read.", got=error, hint=hint) from error
     found = []
     for number, content in enumerate(texts, 1):
@@ -292,7 +292,11 @@ def pick_line(source: str) -> tuple[Line, list[Line]]:
         raise DeployError("A line of a record is needed.", got=source, hint=hint)
     lines = read_lines(Path(name))
     if not 1 <= int(number) <= len(lines):
-        hint = f"1 to {len(lines)}" if lines else "bench --record FILE writes lines; this file is empty"
+        hint = (
+            f"1 to {len(lines)}"
+            if lines
+            else "`mha-deploy bench --record FILE` writes lines; this file is empty"
+        )
         raise DeployError("The record has no such line.", got=source, hint=hint)
     line = lines[int(number) - 1]
     if not line.is_timed:
@@ -319,7 +323,7 @@ def replay_line(
     found = [each for each in new if (each.sizes, each.past) == (line.sizes, line.past)]
     if not found or found[0].p50 is None:
         why = found[0].parity if found else line.runtime
-        raise BackendUnavailable("Nothing was timed.", got=why, hint="bench without --replay")
+        raise BackendUnavailable("Nothing was timed.", got=why, hint="`mha-deploy bench` without --replay")
     status, why = judge_replay(alike, found[0], tolerance)
     return Replay(recorded=line, measured=found[0], status=status, why=why)
 

@@ -349,8 +349,8 @@ def test_attention_inside_a_function_is_inlined() -> None:
 
 
 REFUSALS: list[tuple[str, str, ir.Model, str]] = [
-    ("trt", "softcap", attention(Q4, K4, softcap=2.0), "decompose=True"),
-    ("trt", "V head size other than K's", attention(Q4, K4, ("B", 4, "T", 16)), "pad_heads=True"),
+    ("trt", "softcap", attention(Q4, K4, softcap=2.0), "decomposed"),
+    ("trt", "V head size other than K's", attention(Q4, K4, ("B", 4, "T", 16)), "zeros"),
     ("contrib", "attention weights as output", attention(Q4, K4, weights=True), "dialect onnx"),
     ("contrib", "scale of 0", attention(Q4, K4, scale=0.0), "dialect onnx"),
     ("primitives", "negative scale or softcap", attention(Q4, K4, scale=-1.0), "-1"),

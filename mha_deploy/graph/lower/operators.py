@@ -175,7 +175,7 @@ def keep_scatter(node: ir.Node, b: NodeBuilder) -> None:
     """Keep the node for TensorRT's parser, or refuse it with the reason."""
     obstacle = obstacle_to_update_in_place(node)
     if obstacle is not None:
-        hint = "decode_primitives=True writes it with ScatterND: the cache is copied at every decode step"
+        hint = "a cache that is a graph input [B, H, T, D] of fixed T, and its result a graph output"
         raise LoweringError(obstacle[0], node, got=obstacle[1], hint=hint)
 
 

@@ -75,11 +75,11 @@ def lower_to_trt(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> Ou
 
 def _refusal(call: AttentionCall, options: TrtOptions) -> LoweringError | None:
     """The error for what the fused operator cannot express."""
-    decompose = "--allow-decomposed (decompose=True) writes it as matmuls: slower, not fused"
+    decompose = "--allow-decomposed writes it as matmuls: slower, not fused"
     if call.attention.softcap:
         return call.refuse("softcap", got=call.attention.softcap, hint=decompose)
     if call.Dv != call.D and not options.pad_heads:
-        hint = f"pad_heads=True pads with zeros, or {decompose}"
+        hint = f"pad the smaller with zeros, or {decompose}"
         return call.refuse("V head size other than K's", got=f"K {call.D}, V {call.Dv}", hint=hint)
     return call.refuse("fp64", got="fp64", hint="export in fp16, bf16 or fp32") if call.has_fp64 else None
 

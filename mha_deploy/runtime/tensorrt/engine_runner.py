@@ -229,9 +229,7 @@ class BoundContext(Closing):
                 return capture(work, self.stream)
         except EngineError as error:
             problem = f"{self._rt.title} cannot record this call into a CUDA graph."
-            raise NotCapturable(
-                problem, got=error.got, hint="cuda_graph=False runs it without one"
-            ) from error
+            raise NotCapturable(problem, got=error.got, hint="it is launched without one") from error
 
     @contextmanager
     def _listening(self, failure: str) -> Iterator[None]:
