@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import lru_cache
 from threading import Lock
+from types import MappingProxyType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -686,6 +687,37 @@ def _sums_tensors(args: Any, result: Any) -> bool:
     return len(given) == 2 and isinstance(result, Tensor) and all(x.shape == result.shape for x in given)
 
 
+_CASTS = frozenset(["_to_copy", "to", "convert_element_type"])
+_ROUNDING = _MATMULS | _ROUNDED | _SUMS | {"scaled_dot_product_attention"}
+
+
+def widened_nodes(program: ExportedProgram) -> frozenset[str]:
+    """The FX nodes that convert to a wider type what elementwise operators made of half-precision inputs.
+
+    Nothing else rounds these numbers, and they may be large: a time step times 1000 is rounded to FP16 before
+    its sine is computed in float32.
+    """
+    specs = program.graph_signature.input_specs
+    inputs = {spec.arg.name for spec in specs if spec.kind is InputKind.USER_INPUT}
+    exact, given, made, found = set[Node](), set[Node](), set[Node](), set[str]()
+    for node in program.graph.nodes:
+        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+        sources = {*node.all_input_nodes}
+        if name in _ROUNDING or not sources <= exact:
+            continue
+        exact.add(node)
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            continue
+        if value.dtype in _HALVES and node.name in inputs:
+            given.add(node)
+        elif value.dtype in _HALVES and sources & (given | made):
+            made.add(node)
+        elif value.is_floating_point() and name in _CASTS and sources & made:
+            found.add(node.name)
+    return frozenset(found)
+
+
 def run_in_float64(
     module: torch.nn.Module, arguments: Mapping[str, Tensor], mode: Float64 | None = None
 ) -> tuple[Tensor, ...]:
@@ -728,13 +760,15 @@ def run_program(
         return program.constants[target] if target in program.constants else program.state_dict[target]
 
     if program not in _KNOWN:
-        _KNOWN[program] = deciding_nodes(program), any(map(_is_higher_order, program.graph.nodes))
-    deciding, has_branches = _KNOWN[program]
+        has_branches = any(map(_is_higher_order, program.graph.nodes))
+        _KNOWN[program] = deciding_nodes(program), widened_nodes(program), has_branches
+    deciding, widened, has_branches = _KNOWN[program]
     deciding = deciding if is_exact else frozenset()
+    rounded = dict.fromkeys(widened, mode.rounded) if isinstance(mode, RandomRounding) else {}
     given_all = [argument(spec) for spec in program.graph_signature.input_specs]
-    run = _Interpreter(program.graph_module, map(str, nodes.values()), deciding)
+    run = _Interpreter(program.graph_module, map(str, nodes.values()), deciding, rounded)
     with torch.no_grad(), mode:
-        if nodes or deciding or has_branches:
+        if nodes or deciding or rounded or has_branches:
             results = run.run(*given_all)
         else:  # as PyTorch writes it in Python, which is faster
             results = program.graph_module(*given_all)
@@ -744,8 +778,9 @@ def run_program(
     return outputs, {name: run.kept[str(node)] for name, node in nodes.items()}
 
 
-# Of a program that was run: its deciding nodes, and whether it has control flow.
-_KNOWN: WeakKeyDictionary[ExportedProgram, tuple[frozenset[str], bool]] = WeakKeyDictionary()
+# Of a program that was run: its deciding and widened nodes, and whether it has control flow.
+_KNOWN: WeakKeyDictionary[ExportedProgram, tuple[frozenset[str], frozenset[str], bool]]
+_KNOWN = WeakKeyDictionary()
 
 
 def _is_higher_order(node: Node) -> bool:
@@ -755,19 +790,26 @@ def _is_higher_order(node: Node) -> bool:
 class _Interpreter(Interpreter):
     """Runs a program and keeps some of its values; the others are freed as soon as they are not needed.
 
-    The deciding nodes are computed in the types of the program.
+    The deciding nodes are computed in the types of the program. Results of others are `rounded`, by name.
     """
 
     def __init__(
-        self, graph: GraphModule, keep: Iterable[str] = (), deciding: Collection[str] = frozenset()
+        self,
+        graph: GraphModule,
+        keep: Iterable[str] = (),
+        deciding: Collection[str] = frozenset(),
+        rounded: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
     ) -> None:
         super().__init__(graph, garbage_collect_values=True)
         self.kept: Values = {}
-        self._keep, self._deciding = frozenset(keep), deciding
+        self._keep, self._deciding, self._rounded = frozenset(keep), deciding, rounded
 
     def run_node(self, n: Node) -> Any:
         with torch._C.DisableTorchFunction() if n.name in self._deciding else nullcontext():
             result = super().run_node(n)
+        if n.name in self._rounded:
+            with torch._C.DisableTorchFunction():
+                result = self._rounded[n.name](result)
         if n.name in self._keep:
             self.kept[n.name] = result.detach().clone()  # another operator may write into it
         return result

@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mha_deploy.errors import ExportError
 from mha_deploy.exporter.axes import draw_inputs
 from mha_deploy.exporter.observe import attention_values
-from mha_deploy.exporter.oracle import Float32Accumulation, run_program
+from mha_deploy.exporter.oracle import Float32Accumulation, RandomRounding, run_program
 from mha_deploy.exporter.program import export_program
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.fuse import fuse_attention
+from mha_deploy.model.precision import PRECISIONS
 
 HALF_MODELS = [
     ("by hand", ""),
@@ -240,6 +241,27 @@ def test_masks_keep_the_lowest_number_of_the_precision_that_was_exported():
     (scores,) = kept.values()
     assert (scores == -65504).any()
     assert scores.dtype == torch.float64
+
+
+class Clock(nn.Module):
+    """The embedding of a time step, as diffusion models have it."""
+
+    def forward(self, t):
+        angles = (t * 1000)[:, None].float() * torch.tensor([1.0, 0.3])
+        return torch.cat([angles.sin(), angles.cos()], -1).to(t.dtype)
+
+
+def test_samples_are_rounded_where_a_module_widens_what_it_made_of_an_input():
+    inputs = {"t": torch.tensor([0.3, 0.5405, 0.984]).half()}
+    exported = export_program(Clock(), inputs, {"t": ("B",)}, {"B": AXES["B"]})
+    (name,), precision = exported.outputs, PRECISIONS["fp16"]
+
+    def error(mode):
+        return (run_program(exported, inputs, mode=mode)[0][name].double() - exact).abs().amax()
+
+    exact = run_program(exported, inputs)[0][name]
+    samples = [error(RandomRounding(precision, seed)) for seed in range(8)]
+    assert 0.01 < error(Float32Accumulation()) < 3 * max(samples)
 
 
 def test_what_cannot_be_run_is_refused():
