@@ -61,8 +61,6 @@ NOT_ALL: dict[str, dict[str, Any]] = {
     "sam-mask-decoder": {"engine": 2, "why": _SMALL_HEADS},
     "perceiver": {"engine": 0, "why": _SMALL_HEADS},
     "diffusers-unet-cross": {"engine": 0, "why": "TensorRT-RTX decomposes heads of 4 numbers"},
-    "x-encoder-talking-heads": {"fused": 0, "inexpressible": 2,
-                                "why": "heads are mixed between scores and softmax"},
     "vilt": {"fails": "data-dependent", "why": "it chooses patches by the values of a mask; "
              "`vilt-embeddings` takes the patches in their place"},
     "timm-efficientvit": {"attentions": 1, "fused": 0, "inexpressible": 1, "why": _LINEAR},
