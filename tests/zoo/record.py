@@ -67,7 +67,10 @@ def measure(
         "attentions": manifest.spec.attention_count,
         "fused": len(manifest.attention),
         "fixed": axes,
-        "unfused": [_short(f"{each.name} is not fused: {each.reason}") for each in manifest.unfused],
+        "unfused": [
+            _short(f"{each.name} is not fused: {each.reason}" + f" ({each.place})" * bool(each.place))
+            for each in manifest.unfused
+        ],
     }
     if engine and importlib.util.find_spec("tensorrt_rtx"):
         try:
