@@ -169,6 +169,10 @@ def large_scores():
     return made
 
 
+def logarithm_of_negatives():
+    return deployable(lambda self, x: self.a(x) + torch.log(-1.0 - x * x))
+
+
 def nan_weights():
     made = plain()
     made.module.a.k.weight.data[3, 4] = float("nan")

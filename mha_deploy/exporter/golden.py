@@ -64,6 +64,7 @@ Evaluate = Callable[[Float64], Arrays]
 
 # Rounding alone does not come near: the program would have to be another than the module.
 _ONE_FLOW = "a module whose control flow does not depend on sizes or values"
+_NO_WIDER = "inputs on which it is finite, as Example(draw=...) draws them; no other precision helps"
 _SAME_PROGRAM = 0.25
 _SAME_CALLS = 1e-5  # in FP64
 # Rounding to FP16 costs less than this many layers deep; more is a mistake, not rounding.
@@ -175,8 +176,16 @@ class Capture(ABC):
             # Some kernels of PyTorch give zeros where a weight is NaN; the oracle shows it.
             results = (case.eager[name], case.oracle[name])
             if not all(np.isfinite(array.astype(np.float64)).all() for array in results):
-                where, short = f"output {name} of golden case {case.name}", self.precision.name
-                raise overflow_error(where, short, module=self.module, run=run, hint=self.remedy)
+                where, short = f"output {name} of golden case {case.name}", self.module_precision
+                # Not even the oracle is finite, or nothing wider is exported.
+                is_last = not np.isfinite(results[1]).all() or self.precision.name == "fp32"
+                hint = _NO_WIDER if short == "fp32" and is_last else self.remedy
+                raise overflow_error(where, short, module=self.module, run=run, hint=hint)
+
+    @property
+    def module_precision(self) -> str:
+        """The precision that the module runs in."""
+        return self.precision.name
 
     def trace(self, spec: ModelSpec, planned: PlannedTrace) -> DecodeTrace:
         """Draw tokens, decode them with the module, and compute the whole sequence in FP64, in one call."""
@@ -327,7 +336,6 @@ class ModuleCapture(Capture):
     """
 
     source = Source.PROGRAM
-    remedy = "--precision auto, bf16 or fp32"
     counts_work = True
 
     def __init__(
@@ -340,6 +348,12 @@ class ModuleCapture(Capture):
     ) -> None:
         super().__init__(user.module, precision, seed, exported.outputs)
         self.user, self.exported, self._types = user, exported, types or {}
+        self.remedy = f"--precision {'' if self._types else 'auto, '}bf16 or fp32"
+
+    @property
+    def module_precision(self) -> str:
+        """With `auto`, float32."""
+        return "fp32" if self._types else self.precision.name
 
     def draw(self, planned: PlannedCase) -> Feeds:
         """Drawn by the user's own function, or after the example: the numbers that a mixed graph takes."""

@@ -102,6 +102,15 @@ def test_the_call_that_overflows_is_named(tmp_path):
     assert "--precision auto" in caught.value.hint
 
 
+@pytest.mark.parametrize("precision", ["auto", "fp32"])
+def test_no_precision_is_proposed_where_none_helps(tmp_path, precision):
+    with pytest.raises(ExportError) as caught:
+        md.export(f"{FILE}:logarithm_of_negatives", tmp_path / "bundle", precision=precision)
+    assert "fp32" in caught.value.what
+    assert "log" in caught.value.got
+    assert "--precision" not in caught.value.hint
+
+
 @pytest.mark.parametrize("factory", ["first_query_at_infinity", "first_query_at_lowest"])
 def test_a_fully_masked_query_is_no_overflow(tmp_path, factory):
     with pytest.raises(ExportError, match="fully masked") as caught:
