@@ -35,7 +35,7 @@ from mha_deploy.engine.engine import Engine, first_gpu, parse_ranges, reasons_no
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.files import PathPart, as_plain, check_plain, read_json, read_regular
 from mha_deploy.model.catalog import find_spec, is_factory
-from mha_deploy.options import EngineOptions, OnName, ValidateOptions, silent
+from mha_deploy.options import EngineOptions, OnName, ValidateOptions, in_python, silent
 from mha_deploy.output import (
     check_file,
     copy_file,
@@ -151,10 +151,10 @@ class CellStatus(Word):
 
     PASSED = "passed"
     NOT_VERIFIED = "not verified"  # built, and not run
-    FAILED = "failed"
+    FAILED = "failed"  # the export, or what the engine computes
     REFUSED = "refused"  # by the runtime
     CRASHED = "crashed"
-    UNAVAILABLE = "unavailable"  # the runtime, or the model
+    UNAVAILABLE = "unavailable"  # the runtime, the GPU, or the model
 
     @property
     def outcome(self) -> Outcome:
@@ -265,21 +265,32 @@ def run_cell(request: Mapping[str, Any], files: Mapping[str, bytes] | None = Non
             run_trials([trial], partial(_build_cell, bundle), judge, raises=DeployError)
             status, why, report = trial.judged
     except DeployError as error:
-        kinds = {
-            RuntimeCrash: CellStatus.CRASHED,
-            BackendUnavailable: CellStatus.UNAVAILABLE,
-            DeployError: CellStatus.REFUSED,
-        }
-        status, why = next(kinds[kind] for kind in kinds if isinstance(error, kind)), _why(error)
+        status, why = _status_of(error, CellStatus.REFUSED), _why(error)
     seconds = round(time.monotonic() - started, 3)
     plan = "" if trial.engine is None else trial.engine.manifest.engine_sha256
     return {"status": status, "why": why, "seconds": seconds, "engine_sha256": plan, "report": report}
 
 
+def _status_of(error: DeployError, usual: CellStatus) -> CellStatus:
+    """What becomes of a cell by an error."""
+    kinds = {RuntimeCrash: CellStatus.CRASHED, BackendUnavailable: CellStatus.UNAVAILABLE}
+    return next((status for kind, status in kinds.items() if isinstance(error, kind)), usual)
+
+
 def _why(error: DeployError) -> str:
     """An error in the line of a cell."""
     got = "" if error.got is None else f"got: {' '.join(error.got.split())}; "
-    return f"{error.what} {got}try: {error.hint}"
+    return f"{_in_plan(error.what)} {got}try: {_in_plan(error.hint)}"
+
+
+_AXIS_KEY = re.compile(r'"(\w+)": ')
+
+
+def _in_plan(text: str) -> str:
+    """A text with the keys of a plan: `precisions = ["auto"]` for `--precision auto`."""
+    text = re.sub(r'\bprecision="(\w+)"', r'precisions = ["\1"]', in_python(text))
+    text = re.sub(r"\b(\w+)=(True|False)\b", lambda found: f"{found[1]} = {found[2].lower()}", text)
+    return re.sub(r"\baxes=(\{[^{}]*\})", lambda found: "axes = " + _AXIS_KEY.sub(r"\1 = ", found[1]), text)
 
 
 def _build_cell(bundle: Bundle, trial: Trial) -> Engine:
@@ -651,19 +662,25 @@ def run_matrix(
     for entry, precision in product(plan.models, plan.precisions):
         model = entry if isinstance(entry, ModelEntry) else ModelEntry(model=entry)
         name, bundle, problem = model.name or Path(model.model).name, None, ""
+        status = CellStatus.UNAVAILABLE
         on_step(f"bundle of {name}, {precision}")
         try:
-            made = _bundle(model, precision, plan, folder, export)
+            made = _bundle(model, precision, plan, folder)
             if made is None:
                 continue
-            name, bundle = made
+            name, place = made
+            status = CellStatus.FAILED
+            if not (place / MANIFEST).is_file():
+                export(model, precision, place)
+            open_bundle(place)  # of an earlier run: it may have been changed since
+            bundle, status = place, CellStatus.UNAVAILABLE
         except DeployError as error:
-            problem = _why(error)
+            status, problem = _status_of(error, status), _why(error)
         for runtime, gpu, options in product(plan.runtimes, plan.gpus, plan.options):
             found = probes[runtime.name, gpu]
             cell = MatrixCell(
                 model=name, precision=precision, runtime=runtime.name, gpu=gpu, options=options,
-                version=found.get("version", ""), why=problem or found.get("problem", ""),
+                version=found.get("version", ""), status=status, why=problem or found.get("problem", ""),
             )  # fmt: skip
             if cell.place in cells:  # another model of the same name
                 cell = replace(cell, model=f"{name} ({model.model})")
@@ -764,10 +781,8 @@ def _with_result(cell: MatrixCell, result: Mapping[str, Any]) -> MatrixCell:
     return replace(cell, **{**result, "status": CellStatus(result["status"])})
 
 
-def _bundle(
-    entry: ModelEntry, precision: str, plan: Plan, folder: Path, export: Export
-) -> tuple[str, Path] | None:
-    """The bundle of a model, exported where it is not there yet; None for one of another precision."""
+def _bundle(entry: ModelEntry, precision: str, plan: Plan, folder: Path) -> tuple[str, Path] | None:
+    """The name of a model, and the folder of its bundle or for it; None for one of another precision."""
     source = Path(entry.model)
     if (source / MANIFEST).is_file():
         found = open_bundle(source).manifest
@@ -784,9 +799,6 @@ def _bundle(
         made_of.append(find_spec(entry.model).to_dict())
     bundle = folder / "bundles" / PathPart(f"{written[:150]}-{precision}-{_digest(made_of)[:12]}", "a model")
     make_folder(bundle.parent, within=folder)
-    if not (bundle / MANIFEST).is_file():
-        export(entry, precision, bundle)
-    open_bundle(bundle)  # of an earlier run: it may have been changed since
     return name, bundle
 
 

@@ -13,6 +13,7 @@ import pytest
 
 import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
+from mha_deploy.errors import BackendUnavailable
 from mha_deploy.files import as_plain
 from mha_deploy.regression.matrix import read_plan, run_cell, run_matrix
 from mha_deploy.runtime.child import isolation
@@ -145,6 +146,24 @@ def test_a_result_that_was_cut_short_is_done_again(bundles, tmp_path):
     assert len(workers.ran) == 1
 
 
+def test_an_export_that_fails_is_a_failure_with_the_reason_in_words_of_the_plan(tmp_path):
+    def export(entry, precision, target):
+        hint = "--precision auto, --axis B=2 --axis S=16, or --allow-decomposed"
+        kind = BackendUnavailable if precision == "fp32" else md.DeployError
+        raise kind("It cannot be exported.", got=precision, hint=hint)
+
+    plan = read_plan(plan_of("tiny-mha", precisions=["fp16", "fp32"]))
+    done = run_matrix(plan, tmp_path, Scripted(), export)
+    assert [cell.status for cell in done.cells] == ["failed", "unavailable"]
+    assert done.outcome == "failed"
+    for text in (done.cells[0].why, dict(done.reasons())["tiny-mha fp16, rtx"]):
+        assert "--" not in text
+        assert 'precisions = ["auto"]' in text
+        assert 'axes = {B = "2", S = "16"}' in text
+    marks = [row[-1].status for row in done.tables()[0].groups[0].rows]
+    assert marks == ["bad", "none"]
+
+
 def test_what_cannot_be_done_is_unavailable_with_the_reason(bundles, tmp_path):
     counts, steps = [], []
     plan = plan_of(str(bundles("tiny-gqa").path), "no-such-model")
@@ -254,7 +273,8 @@ def test_a_refused_cell_says_what_to_try_as_the_build_does(bundles, monkeypatch)
     cell = run_cell(request)
     assert cell["status"] == "refused"
     assert f"got: {caught.value.got}" in cell["why"]
-    assert cell["why"].endswith(caught.value.hint)
+    assert "--allow-decomposed" in caught.value.hint
+    assert "allow_decomposed = true" in cell["why"]  # as a plan has it
 
 
 FAKE = """
