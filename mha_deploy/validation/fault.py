@@ -421,11 +421,11 @@ class _FaultSearch:
         """A node, and those before it that its wrong numbers come from, if it only moves numbers."""
         path, errors = [node], dict[str, float]()
 
-        def error(value: ir.Value) -> float | None:
-            """The largest error of a value; moving numbers never makes it larger. None where not known."""
+        def error(value: ir.Value) -> float:
+            """The largest error of a value; moving numbers never makes it larger. Infinite where not known."""
             name = str(value.name)
             if name not in wanted:
-                return None
+                return np.inf
             if name not in errors:
                 off = self.run((name,))[name].astype(np.float64) - wanted[name].astype(np.float64)
                 errors[name] = float(np.nan_to_num(np.abs(off), nan=np.inf).max(initial=0.0))
@@ -433,17 +433,16 @@ class _FaultSearch:
 
         while node.op_type in CARRIES:
             data = node.inputs if node.op_type == "Concat" else node.inputs[:1]  # others are sizes and places
-            known = {
-                value: error(value) for value in data if value is not None and value.producer() in within
+            makers = {
+                made: error(value)
+                for value in data
+                if value is not None and (made := value.producer()) is not None and made in within
             }
-            if not known:
+            source = max(makers, key=lambda made: makers[made], default=None)
+            own = node.outputs[0]
+            if source is None or (str(own.name) in wanted and makers[source] < error(own)):
                 break
-            # A value that was not compared may be as wrong as any.
-            source = max(known, key=lambda value: np.inf if known[value] is None else known[value])
-            own, before = error(node.outputs[0]), known[source]
-            if own is not None and before is not None and before < own:
-                break
-            node = source.producer()
+            node = source
             path.append(node)
         return path
 

@@ -462,6 +462,26 @@ def test_attention_in_a_branch_that_no_case_takes_is_not_verified(tmp_path):
     assert any("attention" in gap for gap in report.to_dict()["verdict"]["not_verified"])
 
 
+@pytest.mark.parametrize("attend", [*SPELLINGS[:5], exponentials])
+def test_heads_that_are_mixed_are_the_reason_wherever_that_is(attend):
+    g = Hand()
+    model = g.model(attend(g, g.scores()))
+    weights = {each.name for each in model.graph.initializer if sorted(each.dims)[-2:] == [4, 4]}
+    mixing = [node.name for node in model.graph.node if set(node.input) & weights]
+    (left,) = md.fuse(model)[1].unfused
+    assert "heads" in left.reason
+    assert all(name in left.reason.split() for name in mixing)
+    # Not those beside it, which only move numbers
+    moves = [node.name for node in model.graph.node if node.op_type == "Transpose"]
+    assert not set(moves) & set(left.reason.split())
+
+
+def test_weights_that_are_normalized_mix_no_heads():
+    g = Hand()
+    (left,) = md.fuse(g.model(normalised(g, g.scores())))[1].unfused
+    assert "heads" not in left.reason
+
+
 def test_in_a_function():
     function = f"""<opset_import: ["" : 23], domain: "own">
     talk (q, k, v, mix) => (y) {{ {TALKING} y = MatMul (p3, v) }}"""
