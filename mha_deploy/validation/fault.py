@@ -422,7 +422,7 @@ class _FaultSearch:
         path, errors = [node], dict[str, float]()
 
         def error(value: ir.Value) -> float:
-            """The largest error of a value; moving numbers never makes it larger. Infinite where not known."""
+            """The largest error of a value, which moving never makes larger; infinite where not known."""
             name = str(value.name)
             if name not in wanted:
                 return np.inf
