@@ -346,6 +346,14 @@ def triangle_of_ones(g):
     return g.attend(g.op("Where", g.op("Equal", lower, g.const(0.0)), g.const(-np.inf), g.scores()))
 
 
+def blended_with_a_triangle(g):
+    size = g.op("Gather", g.op("Shape", "q"), g.ints(2, 2))
+    lower = g.op("Trilu", g.op("ConstantOfShape", size, value=onnx_tensor(1.0)), upper=0)
+    lower = g.op("Unsqueeze", lower, g.ints(0, 1))
+    far = g.op("Mul", g.op("Sub", g.const(1.0), lower), g.const(-1e9))
+    return g.attend(g.op("Add", g.op("Mul", g.scores(), lower), far))
+
+
 def onnx_tensor(number):
     return ir.serde.serialize_tensor(ir.tensor(np.array([number], np.float32)))
 
@@ -415,6 +423,23 @@ def divided_behind_moves(g, *, turned=True):
     if turned:
         return g.op("Div", y, g.op("Transpose", total(g, powers), perm=[0, 2, 1, 3]))
     return g.op("Div", y, g.op("Reshape", total(g, powers), g.ints(B, S, H, 1)))
+
+
+def over_sums_without_their_axis(g, *, turned=True):
+    """Sums of `[B, H, S]` that are moved to `[B, S, H, 1]`."""
+    powers = g.op("Where", keep(g), shifted(g), g.const(0.0))
+    y = g.op("Einsum", powers, "v", equation="bhst,bhtd->bshd")
+    sums = g.op("ReduceSum", powers, g.ints(-1), keepdims=0)
+    sums = g.op("Transpose", sums, perm=[0, 2, 1]) if turned else g.op("Reshape", sums, g.ints(B, S, H))
+    return g.op("Div", y, g.op("Unsqueeze", sums, g.ints(-1)))
+
+
+def moved_axes_of_one(g):
+    """As PyTorch writes an einsum of fixed sizes."""
+    apart = g.op("Transpose", g.op("Reshape", g.scores(), g.ints(B, H, S, 1, S)), perm=[0, 1, 2, 4, 3])
+    weights = g.op("Softmax", g.op("Reshape", apart, g.ints(B, H, S, S)))
+    weights = g.op("Reshape", g.op("Unsqueeze", weights, g.ints(4)), g.ints(B, H, S, S))
+    return g.op("MatMul", weights, "v")
 
 
 def queries_without_weights(g):
@@ -590,6 +615,7 @@ SPELLINGS += [less_a_maximum_of_another_shape, bounded_far_out, ones_beside_valu
 SPELLINGS += [weights_times_numbers_of_keys, normed_scores, powers_times_numbers, weights_beside_others]
 SPELLINGS += [powers_times_numbers_divided_behind, weights_less_their_mean]
 SPELLINGS += [tempered_behind_a_fill, tempered_behind_a_fill_of_learned_heads, triangle_of_ones]
+SPELLINGS += [blended_with_a_triangle, over_sums_without_their_axis, moved_axes_of_one]
 
 
 @pytest.mark.parametrize("spelled", SPELLINGS, ids=lambda each: each.__name__)
@@ -597,7 +623,7 @@ def test_one_node(spelled):
     g = Hand()
     report = check_same(g.model(spelled(g)))
     assert (len(report.fused), report.unfused) == (1, ())
-    triangles = (blended_with_a_buffer, bounded_by_a_buffer, triangle_of_ones)
+    triangles = (blended_with_a_buffer, bounded_by_a_buffer, triangle_of_ones, blended_with_a_triangle)
     assert report.fused[0].causal == (spelled in (*triangles, triangle_of_powers, triangle_of_weights))
 
 
@@ -704,7 +730,12 @@ def divided_by_sums_of_other_queries(g):
     return divided_behind_moves(g, turned=False)
 
 
-OTHERS = [squared_and_not_renormalised, divided_by_sums_of_other_queries]
+def over_sums_of_other_queries_without_their_axis(g):
+    return over_sums_without_their_axis(g, turned=False)
+
+
+OTHERS = [over_sums_of_other_queries_without_their_axis]
+OTHERS += [squared_and_not_renormalised, divided_by_sums_of_other_queries]
 OTHERS += [weakly_renormalised, not_renormalised, masked_behind_by_another, masked_behind_beside_another]
 OTHERS += [blended_with_numbers, blended_with_another, divided_by_another_sum]
 OTHERS += [over_a_sum_with_a_large_bound, over_a_sum_of_any_size_with_a_bound]
@@ -1470,6 +1501,17 @@ def test_a_bias_that_is_computed_from_the_scores(bias):
     scores = g.op("Mul", g.scores(), g.const(0.5))
     report = check_same(g.model(g.attend(g.op("Sub", scores, bias(g, scores)))))
     assert ([each.mask for each in report.fused], report.unfused) == (["float"], ())
+
+
+def test_a_mask_that_is_computed_from_the_scores():
+    """As those of the keys with the largest scores."""
+    g = Hand()
+    scores = g.op("Mul", g.scores(), g.const(0.5))
+    g.nodes.append(helper.make_node("TopK", [scores, g.ints(3)], ["most", "at"], axis=-1))
+    least = g.op("Slice", "most", g.ints(2), g.ints(3), g.ints(-1))
+    masked = g.op("Where", g.op("Less", scores, least), g.const(-np.inf), scores)
+    report = check_same(g.model(g.attend(masked)))
+    assert ([each.mask for each in report.fused], report.unfused) == (["bool"], ())
 
 
 @pytest.mark.parametrize("copied", ["Tile", "Expand"])

@@ -576,7 +576,7 @@ def read_scores(softmax: Normalisation, scores: Scores) -> Matmul:
             raise NoScores(what)
         users = [user for user, _ in value.uses() if not is_op(user, "Shape") and user not in maximum]
         if value.is_graph_output() or len(users) > 1:
-            biases = {term.value for term in scores.terms if isinstance(term, Bias)}
+            biases = {each.value for each in scores.terms if isinstance(each, Bias) or each.nearest <= _FAR}
             if len(set(users).intersection(_nodes_between(value, softmax.source, biases))) > 1:
                 names = ", ".join(f"{user.op_type} {node_name(user)}" for user in users)
                 raise NotExpressible("The scores come to the softmax in several ways.", got=names)
@@ -597,7 +597,8 @@ def read_scores(softmax: Normalisation, scores: Scores) -> Matmul:
 def _nodes_between(first: ir.Value, last: ir.Value, biases: set[ir.Value]) -> Iterator[ir.Node]:
     """The nodes that a value is computed by, those behind another value left out, as far as they are near.
 
-    A bias may be computed from the scores, as contextual positions are: it is a mask like any other.
+    A bias may be computed from the scores, as contextual positions are, and so may a mask, as that of the
+    largest ones: it is a mask like any other.
     """
     ends = {first, *biases}
     behind = nodes_behind([last], lambda node: [each for each in node.inputs if each not in ends])

@@ -308,6 +308,9 @@ def _choice(value: ir.Value | None, builder: NodeBuilder, depth: int = 0) -> Cho
         if condition is None or first is None or second is None or sizes_of(condition) != sizes_of(value):
             return None
         return Choice(condition, first, second)
+    if node.op_type == "Trilu" and (number := scalar_of(node.inputs[0])):
+        triangle = _typed(builder.cast(value, ir.DataType.BOOL), ir.DataType.BOOL, sizes_of(value))
+        return Choice(triangle, number, 0.0)
     if node.op_type == "Mul" and all(scalar_of(each) is None for each in node.inputs):
         return _both(node, builder, depth)
     if node.op_type in _ARITHMETIC:
@@ -392,6 +395,8 @@ def _condition(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     inner = None if mask is None or mask.dtype == output.dtype else _choice(mask, builder)
     if mask is None or inner is None or sizes_of(mask) != sizes_of(output):
         return None
+    if any(is_op(each, "Cast") for each in builder.nodes):
+        return None  # a triangle is read as it is
     # The file would have a copy of a constant as well: only where the mask is a factor of weights, too.
     copied = any(is_op(each, "Constant") for each in builder.nodes)
     if copied and not any(is_op(use.node, "Mul") for use in mask.uses()):
@@ -546,6 +551,17 @@ def _total_of(value: ir.Value | None) -> tuple[ir.Value, int] | None:
         return None
     narrow = None if rounded is None else input_at(source.producer(), 0)
     return narrow or source, axis - len(sizes)
+
+
+def _total_without_axis(value: ir.Value | None) -> tuple[ir.Value, int, None] | None:
+    """What a value is the sum of, along which axis, which it does not have any more."""
+    node = made_by(value, "ReduceSum")
+    source = input_at(node, 0)
+    sizes, result = sizes_of(source), sizes_of(value)
+    axis = None if node is None or sizes is None else _summed_axis(node, len(sizes))
+    if source is None or sizes is None or axis is None or [*sizes[:axis], *sizes[axis + 1 :]] != result:
+        return None
+    return source, axis - len(sizes), None
 
 
 def _summed_axis(node: ir.Node, count: int) -> int | None:
@@ -785,14 +801,15 @@ def _normalised(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     while total is None and (move := made_by(second, *MOVES)) is not None and len(moves) < _MAX_DEPTH:
         moves.append(move)
         second = move.inputs[0]
-        total = _denominator(second, builder)
+        total = _denominator(second, builder) or _total_without_axis(second)
     if total is None or first is None:
         return _over_several_axes(node, builder) if is_op(node, "Div") else None
     powers, axis, sink = total
     if same_value(first, powers):
         return _weights(powers, axis, builder, sink) if not moves and softmax_at(node) is None else None
     found = _linear_steps(first, powers)
-    if found is None or not _divides_rows(powers, axis, *found, moves):
+    kept = rank(second) == rank(powers)
+    if found is None or not _divides_rows(powers, axis, *found, moves, kept=kept):
         return None
     (matmul, at), steps = found
     value = _weights(powers, axis, builder, sink)
@@ -834,8 +851,13 @@ def _divides_rows(
     found: tuple[ir.Node, int],
     steps: Sequence[ir.Node],
     moves: Sequence[ir.Node],
+    *,
+    kept: bool,
 ) -> bool:
-    """Whether sums of powers, moved, lie beside the rows that the powers give behind a matmul and steps."""
+    """Whether sums of powers, moved, lie beside the rows that the powers give behind a matmul and steps.
+
+    `kept` is whether the sums have the axis that they run along, with size 1.
+    """
     matmul, at = found
     alphabet, dims = Alphabet(), sizes_of(powers) or []
     axes = tuple(map(alphabet.new, dims))
@@ -852,6 +874,8 @@ def _divides_rows(
     ):
         return False
     sums: Axes | None = tuple(alphabet.new(1) if each == axes[axis] else each for each in axes)
+    if not kept and sums is not None:
+        sums = (*sums[:axis], *sums[len(sums) + axis + 1 :])
     rows, sums = _behind_moves(rows, steps, alphabet), _behind_moves(sums, moves, alphabet)
     if rows is None or sums is None or len(sums) > len(rows):
         return False
@@ -1036,6 +1060,28 @@ def _unchanged(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
         sizes is not None and None not in sizes and sizes_of(value) == sizes and value.dtype == output.dtype
     )
     return _like(builder, output, "Identity", value) if same else None
+
+
+def _restored(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """Scores or weights as they were before axes of size 1 alone were added, moved and dropped."""
+    output, value = node.outputs[0], node.inputs[0]
+    sizes = sizes_of(output)
+    if sizes is None or None in sizes:
+        return None
+    for _ in range(_MAX_DEPTH):
+        step = made_by(value, *MOVES)
+        before = sizes_of(input_at(step, 0))
+        if step is None or before is None:
+            return None
+        if is_op(step, "Transpose"):
+            large = [axis for axis in perm(step) if before[axis] != 1]
+            if large != sorted(large):
+                return None
+        value = step.inputs[0]
+        if before == sizes and value is not None:
+            near = _feeds_softmax(output) or _is_weights(value)
+            return _like(builder, output, "Identity", value) if near else None
+    return None
 
 
 _NEUTRAL = {"Add": 0.0, "Sub": 0.0, "Mul": 1.0, "Div": 1.0, "Pow": 1.0, "Max": -math.inf, "Min": math.inf}
@@ -2093,6 +2139,8 @@ _RULES: dict[str, Sequence[Rule]] = {
     "Concat": (_unchanged, _scores_together),
     "Sum": (_unchanged, _sum),
     "Split": (_first_part,),
+    "Reshape": (_restored,),
+    "Squeeze": (_restored,),
     "LpNormalization": (_by_norm,),
     "ReduceLogSum": (_other_sum,),
     "ReduceSumSquare": (_other_sum,),
