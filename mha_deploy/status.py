@@ -214,6 +214,9 @@ class Gap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
     attention: Annotated[
         str | None, means("the attention that no output shows, and that was not judged by its own result")
     ] = None
+    hidden: Annotated[
+        tuple[str, ...], means("the mistakes in that attention that no output shows; left out if not tried")
+    ] = ()
     text: Annotated[str, means("the same in words, for people")] = ""
 
     @property

@@ -220,7 +220,14 @@ _WEIGHTS = {
 _HINTS: Mapping[Kind, Mapping[Language, str]] = dict.fromkeys(
     (Kind.ORACLE_ZERO, Kind.ORACLE_SUBNORMAL, Kind.MODULE_ZERO, Kind.ORACLE_CONSTANT, Kind.ORACLE_REPEATS),
     _WEIGHTS,
-)
+) | {
+    Kind.ATTENTION_NOT_OBSERVED: {
+        Language.COMMAND_LINE: "export with real weights (--weights) or inputs (--input NAME=FILE.npy), or "
+        "let the model return its result as a further output",
+        Language.PYTHON: "export with real weights (weights=) or inputs, or let the model return its result "
+        "as a further output",
+    }
+}
 
 
 def hint_for(kind: Kind, language: Language) -> str | None:
@@ -238,7 +245,12 @@ def gap_text(gap: Gap) -> str:
     if gap.kind is Kind.STEPS_NOT_COVERED:
         return f"decode steps in {gap.name}"
     if gap.kind is Kind.ATTENTION_NOT_OBSERVED:
-        return f"{gap.attention} in {gap.name} (the outputs do not show every mistake in it)"
+        why = (
+            f"the outputs do not show: {', '.join(gap.hidden)}"
+            if gap.hidden
+            else "not known if outputs show it"
+        )
+        return f"{gap.attention} in {gap.name} ({why})"
     if gap.kind is Kind.OUTPUTS_NOT_JUDGED:
         return f"further outputs of {gap.name}"
     if gap.kind is Kind.PROBES_NOT_RUN:
@@ -292,6 +304,11 @@ def _about_profiles(finding: Finding) -> str:
             f"{finding.place.runner} was not run on {', '.join(finding.names)}: it does not take their sizes"
         )
     return f"{finding.place.runner} was compared with nothing: it takes the sizes of no case"
+
+
+def _about_gaps(finding: Finding) -> str:
+    hint = None if finding.reason is None else hint_for(finding.reason.kind, Language.COMMAND_LINE)
+    return f"not covered: {'; '.join(finding.names)}{f'; to see an attention, {hint}' if hint else ''}"
 
 
 def _about_graph(finding: Finding) -> str:
@@ -374,7 +391,7 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
     Kind.REQUESTS_FAILED: _about_requests,
     Kind.REQUESTS_NOT_SENT: _about_requests,
     Kind.NOT_RUN: lambda finding: f"not run: {'; '.join(finding.names)}",
-    Kind.NOT_COVERED: lambda finding: f"not covered: {'; '.join(finding.names)}",
+    Kind.NOT_COVERED: _about_gaps,
 }
 
 

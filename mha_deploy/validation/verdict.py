@@ -27,7 +27,7 @@ from mha_deploy.runtime.tensorrt.engine_verdict import (
     PrecisionStatus,
     ReasonKind,
 )
-from mha_deploy.status import Finding, Gap, Kind, Outcome, Place, Section, Severity
+from mha_deploy.status import Finding, Gap, Kind, Outcome, Place, Reason, Section, Severity
 from mha_deploy.text import engine_reason_text, finding_text, gap_text, group_by, plural
 from mha_deploy.validation.conformance import ConformanceTable
 from mha_deploy.validation.data import DataRecord
@@ -343,9 +343,16 @@ def find_uncovered(
             found.append(Gap(kind=Kind.STEPS_NOT_COVERED, name=name))
         inside = {v.output for report in each.parity if report.cases == LAYERS for v in report.verdicts}
         kinds = {report.accumulation.type for report in each.parity}
-        hidden = [one.name for one in observed if any(map(one.is_hidden, kinds))]
-        unseen = [attention for attention in hidden if attention not in inside]
-        found += [Gap(kind=Kind.ATTENTION_NOT_OBSERVED, name=name, attention=one) for one in unseen]
+        hidden = [one for one in observed if any(map(one.is_hidden, kinds)) and one.name not in inside]
+        found += [
+            Gap(
+                kind=Kind.ATTENTION_NOT_OBSERVED,
+                name=name,
+                attention=one.name,
+                hidden=tuple(mistake.value for mistake in one.hidden) if one.case else (),
+            )
+            for one in hidden
+        ]
         engine = each.runtime.engine
         ranges = [axes] if engine is None else engine.manifest.ranges
         for index, profile in enumerate(ranges):
@@ -412,7 +419,11 @@ def coverage_findings(missing: Sequence[Gap], options: ValidateOptions) -> Itera
         names = tuple(gap.text for gap in missing if (gap.kind is Kind.NOT_RUN) is (kind is Kind.NOT_RUN))
         if names:
             level = Severity.FAILURE if is_required else Severity.NOTE
-            yield _found(level, Section.COVERAGE, kind, names=names)
+            unseen = kind is Kind.NOT_COVERED and any(
+                gap.kind is Kind.ATTENTION_NOT_OBSERVED for gap in missing
+            )
+            reason = Reason(kind=Kind.ATTENTION_NOT_OBSERVED) if unseen else None
+            yield _found(level, Section.COVERAGE, kind, names=names, reason=reason)
 
 
 def _headline(
@@ -462,7 +473,8 @@ def _headline(
         parts.append(f"not covered: {len(sizes)} items")
     elif sizes:
         parts.append(f"not covered: {', '.join(sizes)}")
-        named.append((Kind.NOT_COVERED, None))
+        if all(gap.kind is not Kind.ATTENTION_NOT_OBSERVED for gap in missing):  # the note has what to try
+            named.append((Kind.NOT_COVERED, None))
     notes = (each for each in report.findings if each.level is Severity.NOTE)
     return ", ".join(parts), [each for each in notes if (each.kind, each.place.engine) in named]
 

@@ -17,8 +17,9 @@ from mha_deploy.cli import app
 from mha_deploy.judge import Accumulation
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis
+from mha_deploy.options import ValidateOptions
 from mha_deploy.status import Kind, Severity
-from mha_deploy.validation.verdict import find_uncovered
+from mha_deploy.validation.verdict import coverage_findings, find_uncovered
 
 
 def judged(*sizes, engine=None, passed=True, not_decoded=None, accumulate="fp32"):
@@ -84,22 +85,28 @@ def test_a_kv_cache_that_no_token_was_decoded_with_is_not_verified():
 
 def test_an_attention_that_no_output_shows_is_not_verified_unless_it_was_judged_itself():
     ran = judged(*CORNERS)
-    assert words(ran, hidden=["a", "b"]) == [
-        "a in e (the outputs do not show every mistake in it)",
-        "b in e (the outputs do not show every mistake in it)",
+    observed = [
+        ObservedRecord(name="a", case="opt", shown=[Perturbation.ZERO], hidden=[Perturbation.SCALE]),
+        ObservedRecord(name="b", case="", shown=[], hidden=[Perturbation.ZERO]),  # it was not tried
     ]
+    gaps = find_uncovered([ran], [], AXES, observed=observed)
+    assert [(gap.attention, gap.hidden) for gap in gaps] == [("a", (Perturbation.SCALE.value,)), ("b", ())]
+    assert Perturbation.SCALE.value in gaps[0].text
+    # What to try is in the note, once.
+    (note,) = coverage_findings(gaps, ValidateOptions())
+    assert note.reason.kind is Kind.ATTENTION_NOT_OBSERVED
+    assert note.text.count("--weights") == 1
     about = {"cases": "layers", "accumulation": Accumulation()}
     inside = SimpleNamespace(verdicts=[SimpleNamespace(output="a")], **about)
     both = SimpleNamespace(**{**vars(ran), "parity": (*ran.parity, inside)})
-    assert words(both, hidden=["a", "b"]) == ["b in e (the outputs do not show every mistake in it)"]
+    assert [gap.attention for gap in find_uncovered([both], [], AXES, observed=observed)] == ["b"]
 
 
 def test_what_accumulation_in_fp16_hides_is_named_where_a_runtime_accumulates_so():
     kind = Perturbation.BF16_IN_HALF
     assert words(judged(*CORNERS), hidden=["a"], kind=kind) == []
-    assert words(judged(*CORNERS, accumulate="fp16"), hidden=["a"], kind=kind) == [
-        "a in e (the outputs do not show every mistake in it)"
-    ]
+    (said,) = words(judged(*CORNERS, accumulate="fp16"), hidden=["a"], kind=kind)
+    assert kind.value in said
 
 
 def test_an_engine_that_did_not_run_is_not_verified():
