@@ -284,6 +284,44 @@ def _command(tool: Data) -> list[Part]:
     return [("copies", [("command", shlex.join(tool["command"]))])] if tool.get("command") else []
 
 
+_SPEC = {
+    # A catalog layer
+    "Hq": "query heads",
+    "Hkv": "key/value heads",
+    "D": "head size",
+    "E": "model width",
+    "attends": "attends to",
+    "bias": "bias in projections",
+    "scale": "scale of scores",
+    "weights": "returns attention weights",
+    "sparse_heads": "sparse heads",
+    "grouped_mlp": "grouped MLP",
+    "rope": "rotary embedding",
+    "cache": "KV cache",
+    "top_k": "heads per token",
+    "renormalise": "renormalized",
+    "hidden": "hidden width",
+    "dims": "rotated numbers",
+    "low_freq_factor": "low-frequency factor",
+    "high_freq_factor": "high-frequency factor",
+    "original_length": "original length",
+    # A module or an ONNX file
+    "tensors_in": "inputs",
+    "tensors_out": "outputs",
+    "cached": "KV cache, input to output",
+    "entries": "axis of cache entries",
+    "positions": "inputs with positions",
+    "longest": "longest sequence",
+    "flops": "FLOP per call",
+    "weight_bytes": "bytes of weights",
+    "state_sha256": "weights SHA-256",
+    "weights_file": "file of weights",
+    "weights_prefix": "prefix of weights",
+    "mixed": "mixed precision",
+}
+"""Fields of a spec whose name is no word, in words."""
+
+
 def environment(tool: Data, found: Data, model: Data | None) -> list[Part]:
     """What a reader needs to reproduce it: command, machine, versions, and the model with its bundle."""
     gpu = found["gpu"]
@@ -299,7 +337,7 @@ def environment(tool: Data, found: Data, model: Data | None) -> list[Part]:
         known = [("bundle", model["bundle"]), ("manifest SHA-256", model["bundle_sha256"])]
         known.append(("origin of weights", model["weights"]))
         spec = {key: value for key, value in model["spec"].items() if key not in ("name", "summary")}
-        known += [(key, _value(value)) for key, value in spec.items()]
+        known += [(_SPEC.get(key, key), _value(value)) for key, value in spec.items()]
         parts += [("heading", "Model"), ("pairs", known)]
     return parts
 
@@ -311,7 +349,7 @@ def _value(value: object) -> str:
             return f"{value['min']}:{value['opt']}:{value['max']}"
         if set(value) == {"name", "kind", "dims"}:
             return f"{value['name']} {value['kind']} [{', '.join(map(str, value['dims']))}]"
-        return ", ".join(f"{key} {_value(item)}" for key, item in value.items())
+        return ", ".join(f"{_SPEC.get(key, key)} {_value(item)}" for key, item in value.items())
     if isinstance(value, (list, tuple)):
         return "; ".join(map(_value, value)) or NOTHING
     if isinstance(value, bool):

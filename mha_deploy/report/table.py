@@ -101,7 +101,7 @@ COLUMNS = {
     "clients": "clients that send requests at the same time",
     "compared": "the two results that must agree",
     "compressed": "parts that are compressed, of all that could be",
-    "evidence": "what the status rests on: the plan, the inspector, the profiler",
+    "evidence": "what names the kernels: TensorRT's build log, engine inspector or profiler, or the engine",
     "failed": "requests without an answer, by kind of error",
     "first wrong": "the first wrong decode step; prefill is the prompt, cache its keys and values at the end",
     "fusion": "attentions that are fused, of how many",
@@ -704,6 +704,9 @@ def engine_summary(engine: Data) -> str:
     return f"{fusion_summary(fused, count, engine['nodes'])}, {precision}"
 
 
+_SOURCES = {"log": "build log", "plan": "engine", "inspector": "inspector", "profile": "profiler"}
+
+
 def fusion_table(engines: Sequence[Data]) -> Table:
     """A row for every attention node and profile of every engine."""
     groups = []
@@ -728,7 +731,8 @@ def fusion_table(engines: Sequence[Data]) -> Table:
             kernels = Cell(text="\n".join(node["kernels"]), status="code") if node["kernels"] else None
             name = Cell(text=node["node"], status="code")
             why = "; ".join(map(engine_reason_text, node["reasons"]))
-            rows.append((name, profile, status, kernels, node["source"], why))
+            evidence = ", ".join(_SOURCES.get(each, each) for each in node["source"].split("+"))
+            rows.append((name, profile, status, kernels, evidence, why))
         named = f"{engine['name']} " if engine["name"] != engine["backend"] else ""
         title = f"{named}{engine['backend']} {engine['version']}"
         groups.append(Group(title=title, about=" · ".join(filter(None, about)), rows=rows))

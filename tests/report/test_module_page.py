@@ -1,13 +1,17 @@
 """The page of a user's own model: its attentions one by one, and what holds for all of them once."""
 
 import copy
+import dataclasses
 import re
 
 import pytest
 from example_report import fresh
 from example_results import break_verdict, parity, verdict
 
+from mha_deploy.model.layer import AttentionSpec, GroupedMlp, Rope, SparseHeads
+from mha_deploy.model.spec import ON_DISK, ModuleSpec
 from mha_deploy.report.page import report_page
+from mha_deploy.report.table import COLUMNS
 from mha_deploy.text import group_by, summarize_names, without_hash, without_numbers
 
 NAMES = [f"blocks.{i}.attention" for i in range(3)]
@@ -67,6 +71,26 @@ def test_a_module_whose_attentions_were_not_judged_only_counts_them():
     assert "Every attention by itself" not in page
 
 
+@pytest.mark.parametrize("spec", [AttentionSpec, ModuleSpec])
+def test_every_field_of_a_model_has_words(spec):
+    data, fields = fresh("passing"), {ON_DISK.get(each.name, each.name) for each in dataclasses.fields(spec)}
+    nested = {each.name: 7 for kind in (Rope, SparseHeads, GroupedMlp) for each in dataclasses.fields(kind)}
+    data["model"]["spec"] = dict.fromkeys(fields - {"name", "summary", "axes"}, 3) | {"rope": nested}
+    shown = words(report_page(data))
+    raw = [name for name in (*fields, *nested) if "_" in name or name in ("Hq", "Hkv", "D", "E")]
+    assert raw
+    assert [name for name in raw if f" {name} " in shown] == []
+
+
+def test_the_evidence_of_an_engine_is_in_words_and_explained():
+    page = report_page(fresh("passing"))
+    sources = {node["source"] for engine in fresh("passing")["engines"] for node in engine["nodes"]}
+    assert sources
+    assert not [source for source in sources if f">{source}<" in page]
+    for word in ("build log", "inspector", "profiler"):
+        assert word in COLUMNS["evidence"]
+
+
 def test_attentions_have_a_table_of_their_own():
     page = report_page(module_report(wrong=(1,)))
     table = between(page, "<caption>Every attention by itself, against its own oracle</caption>", "</table>")
@@ -88,7 +112,7 @@ def test_what_is_true_of_all_attentions_is_said_once_with_the_numbers_of_the_wor
 
 def test_tensors_are_listed_with_their_dimensions():
     text = words(report_page(module_report()))
-    assert "tensors_in tokens int64 [B, S, 64]; tokens int64 [B, S, 64]" in text
+    assert "inputs tokens int64 [B, S, 64]; tokens int64 [B, S, 64]" in text
 
 
 # -- the same but for a number ---------------------------------------------------------------------
