@@ -201,7 +201,9 @@ def test_a_batch_element_without_keys_in_float16():
     new, report = fused(model)
     assert (len(report.fused), report.unfused) == (1, ())
     feeds = random_feeds(model) | {"m": np.arange(2).reshape(2, 1, 1, 1).repeat(S, -1)}
-    np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=5e-3)
+    # For the file, ONNX Runtime on x86-64 gives what there is without a mask: it does not round the sum.
+    want = onnx.reference.ReferenceEvaluator(model).run(None, feeds)[0]
+    np.testing.assert_allclose(run(new, feeds)[0], want, atol=5e-3)
 
 
 @pytest.mark.parametrize("spelled", ["input", "computed", "table"])
