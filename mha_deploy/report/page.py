@@ -181,7 +181,7 @@ def _fusion(data: Data) -> list[Part]:
     parts: list[Part] = _checks(tables.fusion_table(engines))
     for engine in (each for each in engines if not each["ran"]):
         why = engine["why_not"] or "no reason was given"
-        parts.append(("text", f"{engine['name']} was not run here: {why}."))
+        parts.append(("text", f"{engine['name']} was not run: {why}."))
     return parts
 
 
@@ -290,6 +290,7 @@ _SPEC = {
     "Hkv": "key/value heads",
     "D": "head size",
     "E": "model width",
+    "variant": "variant of the layer",
     "attends": "attends to",
     "bias": "bias in projections",
     "scale": "scale of scores",

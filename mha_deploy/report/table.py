@@ -117,10 +117,10 @@ COLUMNS = {
     "judged": "the graph, engine or server in place of the bundle's own",
     "kernel": "the CUDA kernel, as the profiler names it",
     "kernels": "the kernels that compute the attention, as the evidence names them",
-    "keys at most": "most keys that one query attends to",
+    "keys at most": "the most keys that one query can attend to",
     "kind": "what is compared or judged",
     "KL": "mean Kullback-Leibler divergence from the reference, in nats",
-    "largest q·k": "largest attention score before it is scaled",
+    "largest q·k": "largest attention score before scaling",
     "loss": "relative L2 between the compressed model and the original, both in FP64",
     "loss of it alone": "the loss of a model in which this part alone is compressed",
     "loss, relative L2": "relative L2 between the compressed model and the original, both in FP64",
@@ -160,13 +160,13 @@ COLUMNS = {
     "run by": "the runtime that ran it",
     "runtime": "the runtime",
     "sample": "the sample by name",
-    "scaled": "largest attention score after it is scaled",
+    "scaled": "largest attention score after scaling",
     "section": "what kind of property changed",
     "SHA-256": "start of the hash of the file",
     "sizes": "axis sizes of the case",
     "slice": "largest error of one head, query, channel or batch element, over what rounding leaves there",
     "SM MHz": "clock of the streaming multiprocessors, and its maximum where it was lower",
-    "softmax sum": "largest sum of exponentials in one row",
+    "softmax sum": "largest sum of exponentials over the keys of one query",
     "SQNR, dB": "signal-to-quantization-noise ratio in decibels",
     "stable": "whether warm-up ended with rounds that agreed",
     "status": "what was found; marked green where it is as it should be",
@@ -179,7 +179,7 @@ COLUMNS = {
     "top-5": "share of the reference's five largest logits that are among the five largest",
     "trace": "the recorded prompt and tokens by name",
     "types": "tensors that have other types in what was judged",
-    "verdict": "passed, failed or not verified; of a comparison, what became of it",
+    "verdict": "passed, failed or not verified; in a comparison, how it changed",
     "what": "the property that was compared",
     "what must not matter": "batch slot, batch size or profile: results must agree within the budget",
     "what was run instead": "the variant that was run to locate the fault",
@@ -658,11 +658,12 @@ _RANGES = {"ok": "good", "near": "doubt", "overflows": "bad"}
 
 def range_table(nodes: Sequence[Data]) -> Table:
     """The largest numbers of every attention."""
-    keys = ("largest_score_raw", "largest_score", "largest_softmax_sum", "max_keys")
+    keys = ("largest_score_raw", "largest_score", "largest_softmax_sum")
     rows = []
     for node in nodes:
         status = Cell(text=node["status"], status=_RANGES[node["status"]])
-        figures = (*(number(node[key]) for key in keys), number(node["headroom"], times))
+        most, room = number(node["max_keys"], "{:,}".format), number(node["headroom"], times)
+        figures = (*(number(node[key]) for key in keys), most, room)
         rows.append([Cell(text=node["node"], status="code"), status, *figures])
     title = "Largest numbers of every attention on golden data; FP16 ends at 65,504"
     names = ("largest q·k", "scaled", "softmax sum", "keys at most", "headroom")
@@ -712,12 +713,12 @@ def fusion_table(engines: Sequence[Data]) -> Table:
     groups = []
     for engine in engines:
         names: dict[int | None, str] = {None: NOTHING, **dict(enumerate(engine["profile_names"]))}
-        seconds = "" if engine["seconds"] is None else f" in {short(engine['seconds'])} s"
+        seconds = "" if engine["seconds"] is None else f"in {short(engine['seconds'])} s "
         about = [
             engine_summary(engine),
             f"attention: {engine['attention']}",
             *(f"needs {library}" for library in engine["plugins"]),
-            f"built {engine['built']}{seconds}",
+            f"built {seconds}{engine['built']}",
             size(engine["engine_bytes"]) if engine["engine_bytes"] is not None else "",
             *(
                 f"profile {names[index]}: " + " ".join(f"{axis} {span}" for axis, span in each.items())

@@ -142,8 +142,10 @@ def heatmap(
             else:
                 truth = oracle if projection.bias is None else oracle - projection.bias.astype(np.float64)
                 error, truth = projection.pulled_back(error), projection.pulled_back(truth)
-                note = "pulled back through the output projection, which makes rounding of the output look "
-                note += f"{projection.amplification:.1f} times as large"
+                note = (
+                    "the error is mapped back through the output projection, which amplifies rounding of the "
+                )
+                note += f"output {projection.amplification:.1f} times"
         # Root mean square per row and bin of positions.
         squares = np.mean(np.square(error), axis=(0, 3))
         size = -(-squares.shape[1] // _MOST_COLUMNS)

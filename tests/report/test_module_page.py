@@ -91,6 +91,15 @@ def test_the_evidence_of_an_engine_is_in_words_and_explained():
         assert word in COLUMNS["evidence"]
 
 
+def test_a_number_of_keys_is_a_whole_number():
+    data = module_report()
+    for node in data["range"]["nodes"]:
+        node["max_keys"] = 64
+    shown = words(report_page(data))
+    assert " 64 " in between(shown, "keys at most", "Not part")
+    assert " 64.0 " not in shown
+
+
 def test_attentions_have_a_table_of_their_own():
     page = report_page(module_report(wrong=(1,)))
     table = between(page, "<caption>Every attention by itself, against its own oracle</caption>", "</table>")

@@ -183,7 +183,7 @@ def test_a_refused_row_is_listed_and_has_no_bar():
 
 def test_what_was_not_run_is_said_in_one_sentence():
     text = read("cpu-only").text
-    assert "tensorrt-rtx was not run here: there is no NVIDIA GPU on this machine." in text
+    assert "tensorrt-rtx was not run: there is no NVIDIA GPU on this machine." in text
     assert "Nothing was timed here: there is no NVIDIA GPU on this machine." in text
     assert "Not part of this run: Error maps, Invariance, Mask conformance, FP16 range." in text
 

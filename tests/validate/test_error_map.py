@@ -134,8 +134,7 @@ def test_how_much_rounding_is_amplified_is_reported():
     case, got = planted(orthogonal)
     assert OutputProjection(weight=orthogonal, heads=HQ).amplification == pytest.approx(1.0)
     assert (
-        "look 1.0 times as large"
-        in heatmap("b", case, "output", got, OutputProjection(weight=orthogonal, heads=HQ)).note
+        "1.0 times" in heatmap("b", case, "output", got, OutputProjection(weight=orthogonal, heads=HQ)).note
     )
     # The claim itself: noise on the output of a mixing projection looks larger by this factor.
     projection = OutputProjection(weight=SQUARE, heads=HQ)
