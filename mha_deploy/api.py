@@ -858,6 +858,10 @@ def deploy(
             each exists: what was reached before a later step fails.
         options: The fields of `mha_deploy.options.ExportOptions`, and some of `EngineOptions`.
 
+    Returns:
+        The bundle, its engine and the report. An attention without a fused kernel, or a build that crashes,
+        is a failure in the report, and the engine is None.
+
     Raises:
         BackendUnavailable: No engine can be built here as requested; raised before the export.
 

@@ -19,12 +19,11 @@ from mha_deploy.engine.build import (
     run_trials,
 )
 from mha_deploy.engine.engine import Engine, default_backend, reasons_not_to_run
-from mha_deploy.engine.lowered import PLUGIN, candidates_for, refuse_unsupported
+from mha_deploy.engine.lowered import PLUGIN, candidates_for
 from mha_deploy.engine.plugins import PluginError, library_for
 from mha_deploy.environment import gpus
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.exporter.entry import OF_EIGHT_BITS, export_model
-from mha_deploy.graph.file import load_graph
 from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import EIGHT_BITS
 from mha_deploy.model.source import Model, find_model, is_onnx_file
@@ -79,7 +78,7 @@ class Deployment:
 
     Args:
         bundle: The bundle.
-        engine: The engine in it; None where none was requested.
+        engine: The engine in it; None where none was requested, or it could not be built.
         report: The validation of both.
         candidates: The precisions that were tried, where they were compared.
         chosen: The candidate that was kept.
@@ -132,8 +131,6 @@ def deploy_model(
             export, engine, tried = _best_candidate(model, out, export, engine, **given)
     bundle = export_model(model, out, export, inputs, on_step)
     on_result(bundle)
-    if engine is not None:  # before its graph is validated: attention that no kernel takes
-        refuse_unsupported(load(engine.backend or default_backend()), load_graph(bundle.model_path), engine)
     built: list[Engine] = []
 
     def build(graph: Any) -> None:

@@ -99,6 +99,7 @@ class Kind(Word):
     NOT_INVARIANT = "not invariant"
     RUNTIME_FAILED = "runtime failed"
     NO_ENGINE = "no engine"
+    ENGINE_NOT_BUILT = "engine not built"
     ENGINE_GONE = "engine gone"
     ENGINE_NOT_RUN = "engine not run"
     ENGINE_NOT_CONFIRMED = "engine not confirmed"

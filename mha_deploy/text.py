@@ -343,6 +343,7 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
     Kind.NOT_INVARIANT: "{0.place.runner}: {0.place.check} changes the answer ({0.place.case}, {0.detail})",
     Kind.RUNTIME_FAILED: "{0.place.runner} fits this machine and failed to run the model: {0.detail}",
     Kind.NO_ENGINE: "there is no engine to judge ({0.detail}): run build-engine, once the graph is right",
+    Kind.ENGINE_NOT_BUILT: "the engine could not be built: {0.detail}",
     Kind.RANGE_SHRUNK: "{0.names[0]} was requested from {0.numbers[requested_min]:.0f} to "
     "{0.numbers[requested_max]:.0f}, and is exported from {0.numbers[min]:.0f} to {0.numbers[max]:.0f}: "
     "{0.detail}",

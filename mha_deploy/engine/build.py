@@ -142,7 +142,8 @@ class _EngineBuild:
     def write(self, path: Path, *, requested: str) -> Engine:
         """Lower, build and judge the engine, and write it with its manifest; `requested` is the attention."""
         rt, options, profiles = self.rt, self.options, len(self.ranges)
-        lowered, answers = lowering.lower_for(rt, self.model, options, self.ranges)
+        with lowering.not_fused(options):
+            lowered, answers = lowering.lower_for(rt, self.model, options, self.ranges)
         # As a file: weights that do not fit in memory twice are read from disk.
         with temporary_folder(self.bundle.path.resolve() / "lowered") as folder:
             save_graph(lowered, folder / "model.onnx")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,13 +124,14 @@ def lower_for(
     return lower(model, dialect, **chosen), answers
 
 
-def refuse_unsupported(rt: TensorRT, model: ir.Model, options: EngineOptions) -> None:
-    """Refuse a graph whose attention no kernel of TensorRT takes, before anything else is done with it."""
-    if options.attention != NATIVE:
-        return
+@contextmanager
+def not_fused(options: EngineOptions) -> Iterator[None]:
+    """Attention that TensorRT's own operator cannot express is a verdict: the graph is valid."""
     try:
-        lower_for(rt, model, options)
-    except LoweringError as error:  # the graph is valid, so this is a verdict
+        yield
+    except LoweringError as error:
+        if options.attention != NATIVE:
+            raise
         raise NotFusedError(error.what, got=error.got, hint=error.hint) from error
 
 

@@ -177,7 +177,7 @@ def _fusion(data: Data) -> list[Part]:
         return [("text", f"The model was judged through a server: {what}.")]
     if not engines:
         reasons = [finding["text"] for finding in findings if finding["section"] == "engine"]
-        return [("text", f"No engine was built: {reasons[0]}." if reasons else "The bundle has no engine.")]
+        return [("text", f"There is no engine: {reasons[0]}." if reasons else "The bundle has no engine.")]
     parts: list[Part] = _checks(tables.fusion_table(engines))
     for engine in (each for each in engines if not each["ran"]):
         why = engine["why_not"] or "no reason was given"

@@ -24,7 +24,7 @@ from mha_deploy.bundle.sizes import (
 from mha_deploy.engine.build import lowered_opener, twin_opener
 from mha_deploy.engine.engine import foreign_engines, gone_engines, reasons_not_to_run
 from mha_deploy.environment import can_import
-from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
+from mha_deploy.errors import EXIT_VERDICT_FAILED, BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.judge import ParityReport
@@ -111,6 +111,7 @@ class _Validator:
         self.rows: list[Mapping[str, LatencyRow]] = []
         self.notes: list[str] = []
         self.broken: list[Unavailable] = []
+        self.not_built: DeployError | None = None
         self._ranges: Future[RangeReport] | None = None
         self._no_fresh: DeployError | None = None
         self._undrawn: list[DeployError] = []
@@ -150,6 +151,7 @@ class _Validator:
             absent=(*self.finder.absent, *self.broken),
             engines=tuple(self.finder.engines) if own else (),
             gone=gone_engines(self.bundle) if own else (),
+            not_built=self.not_built,
             foreign=tuple(path.stem for path in foreign_engines(self.bundle.path)) if own else (),
             subjects=tuple(each.record for each in self.subjects if each.record is not None),
             points=evaluate.latency_points(plan.timed, rows, self.bundle) if rows else (),
@@ -347,8 +349,10 @@ class _Validator:
                 self._ranges = on_a_thread(partial(fp16_range, self.bundle))
             try:
                 build(graph)
-            except RuntimeCrash as crash:
-                self.broken.append(Unavailable(name="engine build", reason=crash.in_one_line))
+            except DeployError as error:
+                if error.exit_code != EXIT_VERDICT_FAILED:
+                    raise
+                self.not_built = error  # it crashed, or no fused kernel takes the attention
             self.finder.look_for_engines()
         engines = self.finder.running_engines()
         plan = self._with_drawn_cases(plan, engines) if engines else plan

@@ -65,6 +65,7 @@ class Validation:
     serving: tuple[ServingRecord, ...] = ()  # how a server did under load
     served_sha256: str | None = None  # of the manifest of the bundle that it serves, where it says so
     gone: tuple[str, ...] = ()  # engines that were built from the bundle and are no longer there
+    not_built: DeployError | None = None  # why there is no engine, where one was to be built
     foreign: tuple[str, ...] = ()  # plans among the engines that were not built from the bundle
     requirements: tuple[Requirement, ...] = ()  # what the user demands besides, and what was found
     data: DataRecord | None = None  # what came of the user's own samples
@@ -562,7 +563,10 @@ def _about_engines(
     demands = {"--require-fused": options.require_fused, "--require-precision": options.require_precision}
     asks = [name for name, is_demanded in demands.items() if is_demanded]
     asks += ["--require-run"] if options.require_run and not (report.serving or report.gone) else []
-    if not engines and asks and not report.subjects:
+    if (error := report.not_built) is not None:
+        detail = f"{error.in_one_line}; try: {error.hint}"
+        yield _found(Severity.FAILURE, Section.ENGINE, Kind.ENGINE_NOT_BUILT, detail=detail)
+    elif not engines and asks and not report.subjects:
         yield _found(Severity.FAILURE, Section.FUSION, Kind.NO_ENGINE, detail=" and ".join(asks))
     for name in report.gone:
         yield _found(Severity.WARNING, Section.ENGINE, Kind.ENGINE_GONE, engine=name)

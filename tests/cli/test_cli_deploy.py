@@ -90,11 +90,19 @@ def test_deploy_builds_a_fused_engine(run_cli, tmp_path):
 
 @needs_rtx
 def test_deploy_reports_the_graph_where_no_engine_can_be_built(run_cli, tmp_path):
-    """There is no fused kernel for float32, and --allow-decomposed is missing."""
-    done = run_cli("deploy", "tiny-gqa", "-o", tmp_path / "b", "--precision", "fp32")
+    """There is no fused kernel for float32, and --allow-decomposed is missing: a verdict, with its report."""
+    target = tmp_path / "b"
+    done = run_cli("deploy", "tiny-gqa", "-o", target, "--precision", "fp32")
     assert done.code == 1
-    assert "PASSED  4/4 outputs within budget" in done.out
-    assert "--allow-decomposed" in done.err
+    assert done.out.startswith("FAILED"), "the verdict comes first"
+    assert "--allow-decomposed" in done.out
+    assert "4 outputs of golden cases" in done.out
+    report = json.loads((target / "report.json").read_text())
+    verdict = report["verdict"]
+    kinds = [each["kind"] for each in verdict["findings"] if each["level"] == "failure"]
+    assert (verdict["outcome"], kinds) == ("failed", ["engine not built"])
+    assert [each["outcome"] for run in report["parity"] for each in run["verdicts"]].count("passed") > 4
+    assert "--allow-decomposed" in (target / "report.html").read_text()
 
 
 @needs_rtx
@@ -226,6 +234,18 @@ def test_an_engine_is_replaced_only_on_request(run_cli, refused, folder):
     engine.write_bytes(b"ftrt, an old engine")
     assert run_cli(*arguments, "--overwrite").code == 0
     assert engine.read_bytes() != b"ftrt, an old engine"
+
+
+@needs_rtx
+@pytest.mark.parametrize(("name", "precision"), [("tiny-mha", "fp32"), ("tiny-softcap", "fp16")])
+def test_attention_without_a_fused_kernel_is_a_verdict_and_no_engine(
+    run_cli, bundles, tmp_path, name, precision
+):
+    folder = copy_of(bundles(name, precision), tmp_path / "bundle")
+    done = run_cli("build-engine", folder, "--backend", "tensorrt-rtx")
+    assert done.code == 1
+    assert "--allow-decomposed" in done.err
+    assert not list(folder.glob("engines/*.engine"))
 
 
 @pytest.mark.parametrize(

@@ -332,6 +332,9 @@ def test_a_bundle_whose_attention_could_not_be_fused_is_told_why(run_cli, tmp_pa
     done = run_cli(*command)
     assert done.code == 1
     assert "--allow-decomposed" in done.out
+    built = run_cli("build-engine", bundle, "--backend", "tensorrt-rtx", "--name", "again")
+    assert built.code == 0, "an engine was built, and its verdict is reported"
+    assert "0/1 fused" in built.out
     checked = run_cli("check", bundle)
     assert checked.code == 1
     assert "1 attention" in checked.err
