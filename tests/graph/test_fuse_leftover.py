@@ -136,6 +136,18 @@ def test_linear_attention_is_counted_once(features, keys_first):
     assert "linear attention" in report.unfused[0].reason
 
 
+def test_attention_with_a_step_that_is_not_linear_is_not_called_linear():
+    """Sparsemax: what the scores have above a threshold."""
+    g = Hand()
+    scores = g.scores()
+    threshold = g.op("ReduceMean", scores, g.ints(-1))
+    weights = g.op("Clip", g.op("Sub", scores, threshold), g.const(0.0))
+    (left,) = check_same(g.model(g.op("MatMul", weights, "v"))).unfused
+    assert left.recognized
+    assert "linear" not in left.reason
+    assert "Clip" in left.reason
+
+
 def test_linear_attention_with_a_state_of_all_keys_before_is_counted():
     g = Hand()
     q, k = positive(g, "q"), positive(g, "k")

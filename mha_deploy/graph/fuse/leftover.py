@@ -30,6 +30,8 @@ _BETWEEN = _ACTIVATIONS | frozenset(
     | {"Cast", "Identity", "Dropout", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Expand", "CumSum"}
     | {"Slice", "Split", "Concat", "Pad", "Log", "ScatterElements", "Sign"}
 )
+# Steps that are not linear, so that the attention is not, as in sparsemax.
+_NOT_LINEAR = frozenset({"Abs", "Clip", "Max", "Min", "Sqrt", "Log", "Sign"})
 # What changes the number of keys that scores are about.
 _LONGER = ("Concat", "Pad", "Slice", "Split")
 _OTHER_SUMS = ("ReduceMax", "ReduceMin", "ReduceMean", "ReduceL2", "ReduceLogSumExp", "ReduceProd")
@@ -132,12 +134,13 @@ class _Carried:
     # the GEMMs of two computed tensors behind it, with only small steps between
     matmuls: _Nodes | None = None
     activation: ir.Node | None = None  # of the activations among those steps, the first by name
+    bend: ir.Node | None = None  # the same of other steps that are not linear
     # softmaxes of something else than scores behind it, and behind those GEMMs
     features: _Nodes | None = None
 
     def behind_projection(self, **changed: Any) -> _Carried:
         """The same without what only small steps carry on."""
-        return replace(self, matmuls=None, activation=None, features=None, **changed)
+        return replace(self, matmuls=None, activation=None, bend=None, features=None, **changed)
 
 
 _NOTHING = _Carried()
@@ -154,6 +157,7 @@ class Leftovers:
         self.features: set[ir.Node] = set()  # softmaxes that only make features of Q and K
         # The second matmul of an attention without softmax, and what stands between the two.
         self._linear: dict[ir.Node, ir.Node | None] = {}
+        self._bends: dict[ir.Node, ir.Node | None] = {}  # by the same matmul, a step that is not linear
         # The same of those that a softmax follows, by the softmax.
         self._followed: dict[ir.Node, dict[ir.Node, ir.Node | None]] = {}
         self._popped = 0  # how many were taken out of it
@@ -172,7 +176,9 @@ class Leftovers:
                 more = ", and nothing proves that its numbers are only divided by their sum"
                 more = more if is_op(node, "Exp") else ""
                 what = f"{node.op_type} stands in the place of the softmax{more}; {_NO_SOFTMAX}"
-                if activation is None:
+                if activation is None and (bend := self._bends.get(matmul)) is not None:
+                    what = f"{bend.op_type} and no softmax stands between its matmuls; {_NO_SOFTMAX}"
+                elif activation is None:
                     what = f"No softmax stands between its matmuls (linear attention); {_NO_SOFTMAX}"
                 self.found[node] = NotExpressible(what)
 
@@ -225,8 +231,11 @@ class Leftovers:
                 return joined.behind_projection(normed=joined.normed or node.op_type in _NORMS)
             if joined.scores and is_op(node, *_LONGER):  # a sink, or padding, beside the keys
                 joined = replace(joined, sizes=joined.sizes | _fixed_sizes(node))
-            acts = joined.matmuls and node.op_type in _ACTIVATIONS
-            return replace(joined, activation=_first(joined.activation, node)) if acts else joined
+            if joined.matmuls and node.op_type in _ACTIVATIONS:
+                return replace(joined, activation=_first(joined.activation, node))
+            if joined.matmuls and node.op_type in _NOT_LINEAR:
+                return replace(joined, bend=_first(joined.bend, node))
+            return joined
         for each in self._new(joined.softmaxes, "found"):
             self.found.setdefault(each)
         if is_op(node, "QLinearMatMul"):
@@ -249,7 +258,7 @@ class Leftovers:
         if any(weights) and not all(weights):
             return _COMPUTED  # the matmul with V
         if not any(weights) and self._has_other(joined.matmuls):
-            self._linear[node] = joined.activation
+            self._linear[node], self._bends[node] = joined.activation, joined.bend
             self.features.update(self._new(joined.features, "features"))
         return replace(
             _COMPUTED, scores=True, sizes=_fixed_sizes(node), matmuls=here, features=joined.features
@@ -335,5 +344,6 @@ def _joined(given: list[_Carried]) -> _Carried:
         softmaxes=_union(each.softmaxes for each in kept),
         matmuls=_union(each.matmuls for each in kept),
         activation=functools.reduce(_first, (each.activation for each in kept)),
+        bend=functools.reduce(_first, (each.bend for each in kept)),
         features=_union(each.features for each in kept),
     )
