@@ -39,7 +39,7 @@ from mha_deploy.graph.ir import (
 )
 from mha_deploy.graph.roles import MATMULS, NORMS, SOFTMAXES
 from mha_deploy.graph.upcast import in_type, retype, retype_attributes
-from mha_deploy.model.masking import ABSORBS_ANY, ABSORBS_FLOAT32
+from mha_deploy.model.masking import ABSORBS_FLOAT32, MODEL_NUMBER, model_number
 from mha_deploy.text import group_by, summarize_names
 
 # -- Records: measured ranges, and the plan --------------------------------------------------------
@@ -49,7 +49,6 @@ FLUSHED_BELOW = 2.0**-25
 """Half of FP16's smallest subnormal: smaller magnitudes are flushed to 0."""
 
 SENTINEL_FROM = 1e30
-_ABSORBS_ANY = float(np.float32(ABSORBS_ANY))
 """No activation of a float32 model is this large: such a number is a mask value or the absence of a bound."""
 
 
@@ -194,6 +193,7 @@ def prepare(model: ir.Model) -> ir.Model:
         old, tensor = node.outputs[0], constant(node.outputs[0])
         if tensor is not None and tensor.dtype == FLOAT and not old.is_graph_output():
             new = ir.val(old.name, const_value=tensor)
+            new.meta[MODEL_NUMBER] = model_number(node.metadata_props)
             old.replace_all_uses_with(new)
             graph.remove(node, safe=True)
             graph.register_initializer(new)
@@ -705,11 +705,11 @@ class Planner:
         found += [value for value in self._graph.inputs if value.name in float32_inputs]
         for value in found:
             if number := self._sentinel(value):
-                reason = "it means no bound"
-                if value in self._masks:  # numbers that absorb any score are one number after `fuse`
-                    own = " (in place of the model's own number)" if number == _ABSORBS_ANY else ""
-                    reason = f"a mask value{own}, which hides keys as before"
-                yield Clamped(str(value.name), number, math.copysign(FP16_MAX, number), reason)
+                # Mask numbers that absorb any score are one number after `fuse`.
+                own = value.meta.get(MODEL_NUMBER) or number
+                is_mask = value in self._masks
+                reason = "a mask value, which hides keys as before" if is_mask else "it means no bound"
+                yield Clamped(str(value.name), own, math.copysign(FP16_MAX, number), reason)
 
     def _reasons(self, node: ir.Node) -> Iterator[KeptReason]:
         """Why a node cannot be written in FP16, by the numbers around and inside it; the first one counts."""

@@ -13,6 +13,7 @@ nothing is absorbed by itself.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 ABSORBS_ANY = -1e30
 """Leaves only itself of any score in a type with the range of float32, and is below every score. It is far
@@ -27,7 +28,19 @@ ABSORBS_HALF = -65472.0
 WRITTEN_HALF = -32768.0
 """What stands for such a number in float16: half the range, so that adding a score cannot reach -inf."""
 
+MODEL_NUMBER = "mha_deploy.mask_number"
+"""The metadata of a constant that `fuse` wrote in the place of a mask number: the number of the model."""
+
 
 def absorbs(number: float, *, in_half: bool) -> bool:
     """Whether a mask number leaves nothing of any usual score that it is added to, in the type of the sum."""
     return number == -math.inf or number <= (ABSORBS_HALF if in_half else ABSORBS_ANY)
+
+
+def model_number(metadata: Mapping[str, str]) -> float | None:
+    """The mask number of the model that a constant stands for; None where its metadata has no such number."""
+    try:
+        number = float(metadata.get(MODEL_NUMBER, ""))
+    except ValueError:  # a file may have anything there
+        return None
+    return number if math.isfinite(number) else None

@@ -28,7 +28,7 @@ from mha_deploy.graph.fuse.values import (
 )
 from mha_deploy.graph.ir import NodeBuilder, constant_ints, input_at, is_op, made_by, same_size
 from mha_deploy.graph.roles import IN_ORDER, MOVES, RANDOM
-from mha_deploy.model.masking import ABSORBS_ANY, ABSORBS_FLOAT32, WRITTEN_HALF, absorbs
+from mha_deploy.model.masking import ABSORBS_ANY, ABSORBS_FLOAT32, MODEL_NUMBER, WRITTEN_HALF, absorbs
 
 Axes = tuple[str, ...]
 """The axes of a tensor: each a letter as in an einsum, or several where a Reshape joined them."""
@@ -127,7 +127,10 @@ class Fill:
 
     def number(self, builder: NodeBuilder, dtype: ir.DataType, fill: float) -> ir.Value:
         """The number, or another in its place, as a tensor."""
-        return multiplied(builder.constant(fill, dtype), self.times, builder)
+        number = builder.constant(fill, dtype)
+        if fill != self.fill and (node := number.producer()) is not None:
+            node.metadata_props.setdefault(MODEL_NUMBER, repr(self.fill))
+        return multiplied(number, self.times, builder)
 
     def keys(self, builder: NodeBuilder, *, shown: bool = True) -> ir.Value:
         """True for the keys that it shows, or for those that it hides."""
