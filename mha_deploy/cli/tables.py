@@ -848,5 +848,5 @@ def runtimes_renderable(runtimes: Iterable[Mapping[str, Any]]) -> RenderableType
 
 def cells_renderable(cells: Iterable[MatrixCell], title: str) -> RenderableType:
     """The last cells of a matrix."""
-    rows = [(each.model, each.precision, each.runtime, each.summary, f"{each.seconds:.1f}") for each in cells]
-    return render(table(title, ("model", "precision", "runtime", "result", "#s"), rows), title=True)
+    rows = [(each.title, each.summary, f"{each.seconds:.1f}") for each in cells]
+    return render(table(title, ("cell", "result", "#s"), rows), title=True)

@@ -740,7 +740,7 @@ def _show_cells(
             live.update(tables.cells_renderable(cells[-console.height + 6 :], f"{done} of {total} cells"))
             return
         again = "" if cell.is_new else ", from an earlier run"
-        line = f"{done}/{total} {cell.model} {cell.precision}, {cell.runtime}: {cell.summary}{again}"
+        line = f"{done}/{total} {cell.title}: {cell.summary}{again}"
         console.print(line, highlight=False, markup=False)
 
     def show_step(name: str, *_: int) -> None:

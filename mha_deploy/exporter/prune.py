@@ -425,6 +425,9 @@ def _down_to(
             raise DeployError(f"{name} cannot have so many heads.", got=heads, hint=f"one of {known}")
         own = [unit for unit in order if unit[0] == name]
         removed += _greedy(found, own, gram)[: each.Hkv - heads // each.group]
+    if not removed:
+        what = "Every attention has so many heads already: none would be removed."
+        raise DeployError(what, got=heads, hint="fewer heads, or `mha-deploy export` for the model as it is")
     return removed
 
 
@@ -471,6 +474,10 @@ def pool(
                 known = ", ".join(str(n) for n in range(1, each.Hkv + 1) if each.Hkv % n == 0)
                 what = f"{name} cannot have so many key/value heads."
                 raise DeployError(what, got=kv_heads, hint=f"one of {known}")
+        if all(each.Hkv == kv_heads for each in found.values()):
+            what = "Every attention has so many key/value heads already: none would be pooled."
+            hint = "fewer key/value heads, or `mha-deploy export` for the model as it is"
+            raise DeployError(what, got=kv_heads, hint=hint)
         chosen_by, held_out, is_held_out = samples.split()
         few, program = list(islice(chosen_by, FEW)), FileProgram(original.model)
         true = [program.run(sample.inputs) for sample in few]

@@ -57,7 +57,7 @@ from mha_deploy.runtime.child import RuntimeCrash, isolation
 from mha_deploy.runtime.runner import error_line
 from mha_deploy.runtime.tensorrt.versions import load
 from mha_deploy.status import Outcome, Severity, Word
-from mha_deploy.text import plural, short, size
+from mha_deploy.text import group_by, plural, short, size
 from mha_deploy.validation.records import (
     check_report,
     engine_records,
@@ -69,6 +69,7 @@ from mha_deploy.validation.run import validate_bundle
 # -- The plan --------------------------------------------------------------------------------------
 
 NO_GPU, ANY_GPU = "none", "any"
+_DEFAULT = "default"  # the options of a plan that has none
 
 
 class ModelEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,7 +98,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     runtimes: list[RuntimeEntry]
     precisions: list[Literal["fp16", "bf16", "fp32", "auto"]] = field(default_factory=lambda: ["fp16"])
     gpus: list[str] = field(default_factory=lambda: [NO_GPU])  # or `any`, or a type as Ray names it: `H200`
-    options: dict[str, dict[str, Any]] = field(default_factory=lambda: {"default": {}})  # of `build-engine`
+    options: dict[str, dict[str, Any]] = field(default_factory=lambda: {_DEFAULT: {}})  # of `build-engine`
     seed: int = 0
     time_limit: float = 1800.0  # seconds after which a build or a run counts as hung
 
@@ -189,6 +190,12 @@ class MatrixCell:
     def place(self) -> tuple[str, ...]:
         """Its combination."""
         return self.model, self.precision, self.runtime, self.gpu, self.options
+
+    @property
+    def title(self) -> str:
+        """Its combination in words, without the GPU and the options that a plan has by default."""
+        more = [name for name in (self.gpu, self.options) if name not in (NO_GPU, _DEFAULT)]
+        return ", ".join([f"{self.model} {self.precision}", self.runtime, *more])
 
     @property
     def outcome(self) -> Outcome:
@@ -576,12 +583,19 @@ class Matrix(SavableResult):
         return found
 
     def reasons(self) -> list[tuple[str, str]]:
-        """The cells that were not built or are not right, and why; those that differ in options only once."""
-        bad = [cell for cell in self.cells if cell.outcome is Outcome.FAILED]
-        found = [
-            (f"{each.model} {each.precision}, {each.runtime}", f"{each.status}: {each.why}") for each in bad
-        ]
-        return list(dict.fromkeys(found))
+        """The cells that were not built or are not right, and why.
+
+        Those that differ in GPU or options only are one, which names these unless it is all of them.
+        """
+        bad, found = [cell for cell in self.cells if cell.outcome is Outcome.FAILED], list[tuple[str, str]]()
+        for alike in group_by(bad, lambda each: (*each.place[:3], each.status, each.why)):
+            first, beside = alike[0], [each for each in self.cells if each.place[:3] == alike[0].place[:3]]
+            places = [f"{first.model} {first.precision}", first.runtime]
+            for at in (3, 4):
+                names = list(dict.fromkeys(each.place[at] for each in alike))
+                places += names if len(names) < len({each.place[at] for each in beside}) else []
+            found.append((", ".join(places), f"{first.status}: {first.why}"))
+        return found
 
     def _table(self, title: str, shown: Sequence[Cell]) -> Table:
         versions = {cell.runtime: cell.version for cell in self.cells if cell.version}

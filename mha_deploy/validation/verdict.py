@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
-from mha_deploy.bundle.manifest import Manifest, ObservedRecord
+from mha_deploy.bundle.manifest import LossRecord, Manifest, ObservedRecord
 from mha_deploy.bundle.samples import Sample
 from mha_deploy.engine.engine import Engine, precision_summary
 from mha_deploy.errors import DeployError
@@ -71,6 +71,7 @@ class Validation:
     data: DataRecord | None = None  # what came of the user's own samples
     kept: Mapping[str, Sample] = field(default_factory=dict)  # the worst of them, by the name of a file
     subjects: tuple[SubjectRecord, ...] = ()  # what was judged in place of the bundle's graph and engines
+    max_loss: float | None = None  # the limit of the loss, where it is not the bundle's own
     findings: tuple[Finding, ...] = ()  # what is wrong, not covered, or worth knowing
     headline: str = ""  # the verdict in one line
     not_verified: tuple[Gap, ...] = ()  # what was not run: engines, profiles, sizes
@@ -104,6 +105,14 @@ class Validation:
         return self.outcome is Outcome.PASSED
 
     @property
+    def loss(self) -> LossRecord | None:
+        """That of the bundle, with the limit that it was judged by."""
+        loss = self.bundle.manifest.loss
+        if loss is None or self.max_loss is None:
+            return loss
+        return msgspec.structs.replace(loss, limit=self.max_loss)
+
+    @property
     def record(self) -> ReportRecord:
         """What a report stores."""
         return ReportRecord(
@@ -128,7 +137,7 @@ class Validation:
             subjects=self.subjects,
             requirements=self.requirements,
             data=self.data,
-            loss=self.bundle.manifest.loss,
+            loss=self.loss,
             serving=self.serving,
             absent=self.absent,
             notes=self.notes,
@@ -183,9 +192,10 @@ def conclude(
 ) -> Validation:
     """The report with its verdict: the findings, failures first, and the headline."""
     demands = demands_of(options.requirements, report.bundle.manifest.spec.name)
-    required: dict[str, Any] = {name: getattr(options, name) or getattr(demands, name) for name in REQUIRED}
-    options = replace(options, **required)
-    report = replace(report, requirements=tuple(_requirements(report, judged, demands)))
+    flags: dict[str, Any] = {name: getattr(options, name) or getattr(demands, name) for name in REQUIRED}
+    options = replace(options, **flags)
+    required = tuple(_requirements(report, judged, demands))
+    report = replace(report, requirements=required, max_loss=options.max_loss)
     found, missing = [*findings(report, options, broken)], tuple[Gap, ...]()
     if not report.serving:  # which sizes and nodes a server has is its own
         manifest = report.bundle.manifest

@@ -170,6 +170,7 @@ def test_validation_fails_where_the_loss_is_larger_than_allowed(bundles):
     for limit in (loss * 0.9, loss * 1.1):
         report = md.validate(bundles["fp8"], latency=False, max_loss=limit)
         verdict[limit > loss] = report.to_dict()["verdict"]
+        assert report.to_dict()["loss"]["limit"] == limit, "the one that it was judged by"
     assert verdict[True]["outcome"] == "passed"
     assert verdict[False]["outcome"] == "failed"
     assert [each["kind"] for each in verdict[False]["findings"] if each["level"] == "failure"] == ["loss"]

@@ -103,11 +103,17 @@ def test_the_number_of_heads_and_its_loss(tmp_path):
     assert loss.worst == pytest.approx(np.linalg.norm(got - true) / np.linalg.norm(true), rel=1e-3)
 
 
-@pytest.mark.parametrize("heads", [0, 5, "few"])
+@pytest.mark.parametrize("heads", [0, 5, "few", 4])
 def test_other_numbers_are_refused(tmp_path, heads):
+    """Also those that the model has already."""
     model = transformer(tmp_path / "model.onnx")
-    with pytest.raises(md.DeployError):
+    with pytest.raises(md.DeployError) as caught:
         md.prune(model, tmp_path / "out", heads=heads, data=samples(1), **OPTIONS)
+    assert caught.value.exit_code == 2
+    if heads == 4:
+        with pytest.raises(md.DeployError, match="4"):
+            md.prune(model, tmp_path / "out", kv_heads=heads, data=samples(1), **OPTIONS)
+    assert not (tmp_path / "out").exists()
 
 
 def with_pairs():

@@ -119,6 +119,8 @@ def test_a_second_run_does_only_what_is_missing(bundles, tmp_path):
     done = run(plan, tmp_path, first)
     assert [cell.status for cell in done.cells] == [NOT_RUN, "crashed"]
     assert not done.passed
+    assert len({cell.title for cell in done.cells}) == 2, "a line of progress says which cell it is"
+    assert [title for title, _ in done.reasons()] == ["tiny-gqa fp16, rtx, b"]
     again = Scripted()
     done = run(plan, tmp_path, again)
     assert [options for _, _, options in again.ran] == ["b"]  # what crashed is tried again
