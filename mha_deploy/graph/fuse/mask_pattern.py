@@ -97,6 +97,9 @@ def is_not_negative(value: ir.Value, depth: int) -> bool:
     return bool(_is_positive(value))
 
 
+_LARGE_FACTOR = 1e-8  # of a type's lowest number: what is nearer to 0 stays finite, times any usual factor
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fill:
     """Scores that are set to one number."""
@@ -124,6 +127,11 @@ class Fill:
     def is_put(self) -> bool:
         """Whether masked scores are set to a finite number."""
         return not self.hides and not self.added
+
+    def may_overflow(self, dtype: ir.DataType | None) -> bool:
+        """Whether a factor that only a run knows could make it infinite."""
+        lowest = -math.inf if dtype is None else float(dtype.min)
+        return bool(self.times) and not self.hides and self.fill <= _LARGE_FACTOR * lowest
 
     def number(self, builder: NodeBuilder, dtype: ir.DataType, fill: float) -> ir.Value:
         """The number, or another in its place, as a tensor."""

@@ -528,6 +528,7 @@ class Scores:
     shifts: list[ir.Value] = field(default_factory=list)  # what was added to all keys alike, and cancels
     elsewhere: bool = False  # whether the file uses them, or what they are before a mask, for something else
     clipped: ir.DataType | None = None  # the type whose lowest number bounds the masked scores, if one does
+    overflows: bool = False  # whether the number of a mask may be infinite in a run
     bound: float = math.inf  # of scores that none is expected to reach
     biases: set[ir.Node] = field(default_factory=set)  # matmuls that are added to those of Q and K
     chosen: list[ir.Node] = field(
@@ -584,6 +585,9 @@ def read_scores(softmax: Normalisation, scores: Scores) -> Matmul:
         if not key or len(scores.axes) != (rank(value) or 0):
             raise NotFused("The file does not state the shape of the scores.")
         if is_matmul(node):
+            scores.overflows = any(
+                isinstance(each, Fill) and each.may_overflow(value.dtype) for each in scores.terms
+            )
             scores.terms = settled(scores.terms, value.dtype)
             return read_matmul(node, alphabet, 2, scores.axes)
         if node.domain != "" or node.op_type not in _STEPS:
@@ -1105,6 +1109,9 @@ class Pattern:
         first = read_scores(softmax, scores)
         axes = tuple(string.ascii_letters[: (rank(softmax.source) or 0)])  # the first letters, in order
         second, at, guarded, used, behind = _read_weights(softmax, axes, alphabet, scores.sink)
+        if guarded and scores.overflows:
+            what = "Weights that are NaN become 0, and only a run knows whether a masked score is infinite."
+            raise NotExpressible(what, got="a mask number times a tensor")
         if scores.sink is not None:
             axes = tuple(scores.sink.inner if each == scores.sink.outer else each for each in axes)
         first, second = first.resolved(alphabet), second.resolved(alphabet)
