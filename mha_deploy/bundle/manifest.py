@@ -77,6 +77,7 @@ class AttentionNode:
     # Whether its weights are quantized as well, and what becomes of the heads
     quantizes_weights: bool = False
     quantizes_output: bool = False
+    computes_mask: bool = False  # whether nodes of the graph compute the numbers of the mask
 
     @property
     def kind(self) -> str | None:
@@ -131,19 +132,25 @@ class AttentionNode:
         return columns not in totals
 
     def describe(self) -> dict[str, Any]:
-        """The record as plain data for JSON, with the derived values."""
-        derived = {"kind": self.kind, "softmax_scale": self.softmax_scale}
-        return {**asdict(self), **derived}
+        """The record as plain data for JSON, with the derived values.
 
+        What only a check reads from the graph is left out: manifests of earlier versions do not have it.
+        """
+        derived = {"kind": self.kind, "softmax_scale": self.softmax_scale}
+        return {name: value for name, value in asdict(self).items() if name not in _NOT_WRITTEN} | derived
+
+
+_NOT_WRITTEN = frozenset({"computes_mask"})
 
 if TYPE_CHECKING:
     AttentionRecord = dict[str, Any]
 else:
+    _WRITTEN = {
+        name: hint for name, hint in get_type_hints(AttentionNode).items() if name not in _NOT_WRITTEN
+    }
 
     class AttentionRecord(
-        TypedDict(
-            "_Attention", {**get_type_hints(AttentionNode), "kind": str | None, "softmax_scale": float | None}
-        ),
+        TypedDict("_Attention", {**_WRITTEN, "kind": str | None, "softmax_scale": float | None}),
         total=False,
     ):
         """What `AttentionNode.describe` writes; of a module also its line of source."""

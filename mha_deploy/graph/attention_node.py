@@ -73,6 +73,7 @@ def read_attention(node: ir.Node, *, opset: int | None = None, graph: str = "") 
         quantized=None if quantized is None else quantized.type,
         quantizes_weights=quantized is not None and quantized.matmul is not None,
         quantizes_output=_is_quantized(heads_of(node)),
+        computes_mask=_is_computed(mask),
     )
 
 
@@ -170,6 +171,15 @@ def _sizes(node: ir.Node) -> dict[str, Any]:
     widths = {"D": (dim(q, 2), Hq), "Dv": (dim(v, 2), Hkv)}
     split = {name: size // H if isinstance(size, int) and H else None for name, (size, H) in widths.items()}
     return {**sizes, "Hq": Hq, "Hkv": Hkv, **split}
+
+
+def _is_computed(mask: ir.Value | None) -> bool:
+    """Whether nodes compute the numbers of a mask, and not only their layout or type."""
+    while (node := None if mask is None else mask.producer()) is not None:
+        if not is_op(node, *MOVES, "Expand", "Slice", "Cast"):
+            return not is_op(node, "Constant")
+        mask = node.inputs[0]
+    return False
 
 
 def _mask_kind(mask: ir.Value | None) -> str:

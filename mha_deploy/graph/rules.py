@@ -257,7 +257,8 @@ def _mask_is_computed(node: AttentionNode, target: Target) -> bool:
     # A single new token attends to every earlier key: the lowering writes no mask.
     one_token = node.S == node.T == 1 and not node.has_nonpad_kv_seqlen
     causal = node.is_causal and not one_token
-    return causal or node.mask == "bool" or node.has_nonpad_kv_seqlen or node.has_window
+    written = causal or node.mask == "bool" or node.has_nonpad_kv_seqlen or node.has_window
+    return written or node.computes_mask
 
 
 _LEAST_QUERIES_FP8 = 32

@@ -87,6 +87,19 @@ def test_single_query_has_wider_limits() -> None:
     assert "head-size-range" not in rules(node(("B", 8, 1, 8), ("B", 8, "T", 8)), RTX)
 
 
+def test_8_6_fuses_a_float_mask_that_is_an_input_and_none_that_nodes_compute() -> None:
+    found = model(mask=("fp16", ("B", 1, "S", "S")))
+    at = next(each for each in found.graph if each.op_type == "Attention")
+    for op_type, computed in (("Identity", False), ("Neg", True)):
+        between = ir.node(op_type, [at.inputs[3]])
+        between.outputs[0].dtype, between.outputs[0].shape = at.inputs[3].dtype, at.inputs[3].shape
+        at.replace_input_with(3, between.outputs[0])
+        found.graph.insert_before(at, between)
+        (read,) = attention_nodes(found)
+        assert ("computed-mask" in rules(read, TRT_8)) == computed
+        assert "computed-mask" not in rules(read, TRT_10)
+
+
 def test_versions_bound_the_rules() -> None:
     assert rules(node(), TRT_8)["no-attention-operator"] == "refused"
     assert "no-attention-operator" in rules(node(), target_from("tensorrt", "10.13"))
