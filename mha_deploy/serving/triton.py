@@ -495,17 +495,23 @@ class Packaging:
         return " ".join(f"'{flag}'" if ";" in flag else flag for flag in flags)
 
     def _readme(self, command: str, has_wheel: bool) -> str:
-        versions = sorted({f"TensorRT {engine.manifest.version}" for engine in self.engines})
+        versions, of_rtx = (
+            sorted({each.manifest.version for each in self.engines if (each.manifest.backend == RTX) is rtx})
+            for rtx in (False, True)
+        )
         extra = {"ort-cpu": "[ort]", "ort-cuda": "[ort-gpu]", "ort-cuda-contrib": "[ort-gpu]"}
         extras = extra.get(self.runtime or "", "[cuda]" if self.engines else "")
         wheel = f"{self.name}/1/{WHEELS}/{wheel_name()}{extras}"
         install = f'pip install "{f"/models/{wheel}" if has_wheel else f"mha-deploy{extras}"}"'
+        # No release of the server has TensorRT-RTX inside; an engine is for one version of it.
+        install += "".join(f' "tensorrt-rtx-cu13=={version}"' for version in of_rtx)
+        needs = [f"TensorRT {version}" for version in versions] + ["CUDA 13"] * bool(of_rtx)
         text = _README.format(
             package=self,
             model=f"{self.spec.name} {self.bundle.manifest.precision.name}",
             backends=", ".join(self.backends),
             bundle=shlex.quote(os.path.relpath(self.bundle.path, self.repository.absolute().parent)),
-            needs=f"with {' and '.join(versions)} inside" if versions else "of your choice",
+            needs=f"with {' and '.join(needs)} inside" if needs else "of your choice",
             gpus=" --gpus all" if self.on_gpu else "",
             run=command if self.options.variant == PLAN else f"bash -c '{install} && {command}'",
         )

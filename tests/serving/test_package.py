@@ -68,6 +68,10 @@ def test_an_engine_that_cannot_run_here_and_is_left_out_is_named(bundles, tmp_pa
         pytest.skip("the engine runs here")
     assert md.package(bundle, tmp_path / "models").left_out == {"tensorrt-rtx": "; ".join(misfits)}
     assert not md.package(bundle, tmp_path / "more", backends=["ort-cpu"]).left_out
+    served = md.package(bundle, tmp_path / "rtx", backends=["tensorrt-rtx"])
+    readme = (served.path / "README.md").read_text()
+    assert f"TensorRT {engine.manifest.version}" not in readme, "no release of the server has it inside"
+    assert f"=={engine.manifest.version}" in readme, "so it is installed"
 
 
 def test_the_repository_carries_a_wheel_of_this_version(package):
