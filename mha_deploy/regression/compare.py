@@ -280,6 +280,7 @@ class Measurement:
     errors: Mapping[str, float] = field(default_factory=dict)  # of a share: what was measured, by name
     budget: Mapping[str, float] = field(default_factory=dict)  # of a share: the limits of these
     doubt: str = ""  # why the value is not reliable; of a status: the kernels behind it
+    cases: str = ""  # the kind of cases that it was measured on
 
 
 @dataclass(frozen=True)
@@ -344,9 +345,10 @@ def _measure_errors(result: ModelResult, rebuilds: Mapping[str, Any]) -> Measure
         owner = _runtime(result, run.backend)
         for each in run.verdicts or ():
             noise = _rebuild_span(rebuilds.get(run.backend), "errors", f"{each.case}/{each.output}")
-            yield "error", f"{owner}, {run.cases}: {each.case}/{each.output}", _share(owner, each, noise)
+            share = replace(_share(owner, each, noise), cases=run.cases)
+            yield "error", f"{owner}, {run.cases}: {each.case}/{each.output}", share
         for case, sizes in {each.case: each.sizes for each in run.verdicts or () if each.sizes}.items():
-            extent = Measurement("sizes", owner, sizes, sizes_text(sizes))
+            extent = Measurement("sizes", owner, sizes, sizes_text(sizes), cases=run.cases)
             yield "coverage", f"{owner}, {run.cases}: sizes of {case}", extent
 
 
@@ -1058,6 +1060,10 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
         {each.name for each in engines[0]} - {names.get(each.name, each.name) for each in engines[1]}
     )
     owners = {item.owner for item in after.values()}
+    measured = {(item.owner, item.cases) for item in after.values()}
+    # Which cases are drawn depends on the axes, and which probes there are on the precision.
+    redrawn = {"fresh": "drawn for other axes"} if _spec(old).get("axes") != _spec(new).get("axes") else {}
+    redrawn |= {"probe": "another precision"} if "precision" in other else {}
     reported = set[str]()
     for (section, subject), first in before.items():
         second = after.get((section, subject))
@@ -1074,6 +1080,9 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
             continue
         elif section in _FIGURES:
             found.append(Change(section, subject, CHANGED, first.shown, NOTHING))
+        elif first.cases in redrawn and (first.owner, first.cases) in measured:
+            why = redrawn[first.cases]
+            found.append(Change(section, subject, NOT_COMPARABLE, first.shown, NOTHING, why))
         elif not first.owner or first.owner in owners:
             found.append(Change("coverage", f"{section}: {subject}", REGRESSION, first.shown, NOTHING, _GONE))
         elif first.owner not in reported:

@@ -287,6 +287,25 @@ def test_what_is_not_the_same_is_not_comparable_and_said_first(name):
     assert bool(attributes) == (name != "model")
 
 
+@pytest.mark.parametrize(("cases", "other"), [("fresh", "axes"), ("probe", "precision")])
+def test_cases_that_were_drawn_for_another_range_or_precision_are_not_comparable(cases, other):
+    """Unless there are none of the kind any more."""
+    old, new, gone = passing(), passing(), passing()
+    for data, names in ((old, ("a", "b")), (new, ("b",)), (gone, ())):
+        run = data["parity"][ENGINE]
+        drawn = [{**run["verdicts"][0], "case": name} for name in names]
+        data["parity"].append({**run, "cases": cases, "verdicts": drawn})
+    assert len(md.compare(old, new).regressions) == 2, "an error, and the sizes of its case"
+    for data in (new, gone):
+        if other == "axes":
+            axes = data["model"]["spec"]["axes"]
+            data["model"]["spec"] = {**data["model"]["spec"], "axes": {**axes, "B": {**axes["B"], "max": 99}}}
+        else:
+            data["model"]["precision"] = "bf16"
+    assert not md.compare(old, new).regressions
+    assert md.compare(old, gone).regressions
+
+
 def test_of_two_models_what_differs_between_them_is_listed_and_the_rest_on_request():
     """Regressions are always listed, and a hash is as short as a reader wants it."""
     new = planted("slower", "case missing")
