@@ -782,8 +782,8 @@ def inspect(
         data = engine_to_dict(found.engines[0]) | here
     else:
         data = {"file": str(path), "attention": list(found.attention), "foreign": list(found.foreign)}
-        data |= {"unfused": list(found.unfused), "inputs": found.inputs, "outputs": found.outputs}
-        data |= {"opset": found.opset}
+        data |= {"fusible": list(found.fusible), "unfused": [asdict(each) for each in found.unfused]}
+        data |= {"inputs": found.inputs, "outputs": found.outputs, "opset": found.opset}
 
     def lines() -> Iterator[RenderableType]:
         if found.bundle is not None:
@@ -803,10 +803,12 @@ def inspect(
         else:
             yield tables.tensors_renderable(found)
             yield tables.attention_renderable(found.attention)
-            if found.unfused:
-                count = plural(len(found.unfused), "attention")
-                yield f"{count} not fused yet: {', '.join(found.unfused)}"
+            if found.fusible:
+                count = plural(len(found.fusible), "attention")
+                yield f"{count} not fused yet: {', '.join(found.fusible)}"
                 yield f"to fuse what can be fused: mha-deploy fuse {path} -o fused.onnx"
+            for left in found.unfused:
+                yield f"{left.name} cannot be fused: {left.reason}"
             if found.foreign:
                 yield f"No engine is built of it: {', '.join(found.foreign)} are not ONNX's operators."
 

@@ -13,7 +13,9 @@ from mha_deploy.text import plural
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from mha_deploy.bundle.manifest import UnfusedRecord
     from mha_deploy.engine.engine import Engine
+    from mha_deploy.graph.fuse import UnfusedSoftmax
     from mha_deploy.graph.rules import Eligibility
 
 
@@ -29,7 +31,8 @@ class Inspection:
         misfits: Of an engine: why it cannot run on this machine.
         attention: Of an ONNX file: its attention nodes.
         foreign: Of an ONNX file: domains of operators that are not ONNX's. No engine is built of them.
-        unfused: Of an ONNX file: its attentions that are not `Attention` nodes.
+        fusible: Of an ONNX file: names of the attentions that `md.fuse_file` would make `Attention` nodes.
+        unfused: Of an ONNX file: the attentions that it could not, with the reasons.
         inputs: Of an ONNX file: name, type and shape of every input; names in a shape are its axes.
         outputs: The same of its outputs.
         opset: Of an ONNX file: the version of ONNX's operators.
@@ -42,7 +45,8 @@ class Inspection:
     misfits: tuple[str, ...] = ()
     attention: tuple[Mapping[str, Any], ...] = ()
     foreign: tuple[str, ...] = ()
-    unfused: tuple[str, ...] = ()
+    fusible: tuple[str, ...] = ()
+    unfused: tuple[UnfusedSoftmax, ...] = ()
     inputs: tuple[Mapping[str, str], ...] = ()
     outputs: tuple[Mapping[str, str], ...] = ()
     opset: int | None = None
@@ -60,12 +64,13 @@ def inspect_path(path: Path, *, verify: bool) -> Inspection:
         graph = load_graph(path)
         nodes = tuple(node.describe() for node in attention_nodes(graph))
         foreign = tuple(foreign_domains(graph))
-        left = () if foreign else tuple(_unfused(graph))
+        fusible, unfused = ((), ()) if foreign else _without_node(graph)
         return Inspection(
             path=path,
             attention=nodes,
             foreign=foreign,
-            unfused=left,
+            fusible=fusible,
+            unfused=unfused,
             inputs=tuple(map(_tensor, graph.graph.inputs)),
             outputs=tuple(map(_tensor, graph.graph.outputs)),
             opset=graph.opset_imports.get(""),
@@ -117,26 +122,31 @@ def check_target(source: Bundle | Path, target: str, version: str | None, sm: st
         profiles = default_profiles(source.manifest.spec)
         targets = [replace(each, profiles=profiles) for each in targets]
     refuse_foreign_operators(graph)
+    hint = "attention in its usual form, or deploy the model with --allow-decomposed: slower"
     if isinstance(source, Bundle):
         # The export says why it could not fuse them; where it fused others, those are checked.
         records = [] if source.manifest.attention else source.manifest.unfused
-        left = [f"{each.name}: {each.reason.rstrip('.')}" for each in records]
-        what = "of this bundle {} not fused."
-        hint = "attention in its usual form, or deploy the model with --allow-decomposed: slower"
+        left, what = list(map(_with_reason, records)), "of this bundle {} not fused."
     else:
-        left, what = _unfused(graph), "of this file {} not fused yet."
-        hint = f"mha-deploy fuse {source} -o fused.onnx, then check that; or export it"
+        fusible, unfused = _without_node(graph)
+        left, what = [*fusible, *map(_with_reason, unfused)], "of this file {} not fused yet."
+        if fusible:
+            hint = f"mha-deploy fuse {source} -o fused.onnx, then check that; or export it"
     if left:
         count, names = plural(len(left), "attention"), ", ".join(left[:3]) + (", …" if left[3:] else "")
         raise NotFusedError(f"{count} {what.format('is' if len(left) == 1 else 'are')}", got=names, hint=hint)
     return [found for each in targets for found in check_eligibility(graph, each)]
 
 
-def _unfused(graph: ir.Model) -> list[str]:
-    """The attentions of a graph that are not `Attention` nodes, by the names that they would have."""
+def _with_reason(each: UnfusedRecord | UnfusedSoftmax) -> str:
+    return f"{each.name}: {each.reason.rstrip('.')}"
+
+
+def _without_node(graph: ir.Model) -> tuple[tuple[str, ...], tuple[UnfusedSoftmax, ...]]:
+    """The attentions that are not `Attention` nodes: the names of those that can be, and all others."""
     from mha_deploy.graph.fuse import fuse_attention
     from mha_deploy.runtime.user_code import graph_code
 
     with graph_code(f"graph {graph.graph.name or 'without a name'}"):
         _, report = fuse_attention(graph.clone(), verify=False)
-    return [*(each.name for each in report.fused), *(each.name for each in report.unfused)]
+    return tuple(each.name for each in report.fused), report.unfused

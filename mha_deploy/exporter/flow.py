@@ -64,7 +64,6 @@ from mha_deploy.graph.canonical import check_canonical, check_graph
 from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.fuse import FuseReport, fuse_attention, place_of
 from mha_deploy.graph.fuse.values import largest_tensor, name_gemms
-from mha_deploy.graph.head_mixing import name_head_mixing
 from mha_deploy.graph.ir import Dim, dims
 from mha_deploy.graph.mixed_precision import apply_plan
 from mha_deploy.graph.quantize import is_quantized, without_quantizers
@@ -171,7 +170,6 @@ class ExportSource(ABC):
         """The graph with its attentions fused; what is not is noted."""
         with graph_code(f"graph {original.graph.name or 'without a name'}"):
             model, found = fuse_attention(original)
-            name_head_mixing(model, found)
         self.attentions = len(found.fused) + len(found.already) + len(found.unfused)
         self.unfused = [
             UnfusedRecord(name=name, reason=each.reason, place=each.place, value=each.value)

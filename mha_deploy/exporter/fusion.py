@@ -12,7 +12,6 @@ import onnx_ir as ir
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.file import commit_graph, graph_from_proto, load_graph, weight_files
 from mha_deploy.graph.fuse import FuseReport, fuse_attention
-from mha_deploy.graph.head_mixing import name_head_mixing
 from mha_deploy.graph.ir import paused_collections
 from mha_deploy.graph.valid import normalize
 from mha_deploy.model.source import describe
@@ -64,6 +63,4 @@ def _fused(
 ) -> tuple[ir.Model, FuseReport]:
     graph = read() if graph is None else graph
     with graph_code(f"graph {graph.graph.name or 'without a name'}"):
-        made, report = fuse_attention(graph, verify=verify, again=read)
-        name_head_mixing(made, report)
-        return made, report
+        return fuse_attention(graph, verify=verify, again=read)

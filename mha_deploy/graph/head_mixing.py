@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse import FuseReport
-from mha_deploy.graph.ir import is_op, node_name, nodes_behind, nodes_in, weight_behind
+from mha_deploy.graph.ir import is_op, node_name, nodes_behind, weight_behind
 from mha_deploy.graph.roles import CARRIES, MATMULS
 
 # What scores and weights pass besides: scale, mask, bias, types, dropout.
@@ -21,19 +19,7 @@ _PASSED = (*CARRIES, "Cast", "Add", "Sub", "Mul", "Div", "Where", "Dropout", "Cl
 _MOST_STEPS = 32
 
 
-def name_head_mixing(model: ir.Model, report: FuseReport) -> None:
-    """Let the report say of every attention that is not fused whether its heads are mixed, and where."""
-    wanted = {each.value for each in report.unfused if each.value}
-    made = (
-        {str(value.name): node for node in nodes_in(model.graph) for value in node.outputs} if wanted else {}
-    )
-    found = {name: why for name in wanted if name in made and (why := _mixing(made[name])) is not None}
-    report.unfused = tuple(
-        replace(each, reason=found.get(each.value, each.reason)) for each in report.unfused
-    )
-
-
-def _mixing(softmax: ir.Node) -> str | None:
+def head_mixing(softmax: ir.Node) -> str | None:
     """Which projections across heads there are around a softmax, in words; None where there are none."""
     if not is_op(softmax, "Softmax", "Div"):  # or exponentials over their sum
         return None

@@ -10,6 +10,8 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
+import mha_deploy as md
+
 
 def attention(path, *, axis=-1):
     """A small unfused attention; over another axis it is not one."""
@@ -89,6 +91,20 @@ def test_talking_heads_beside_a_plain_attention_are_the_exit_code(tmp_path, run_
     assert done.code == 1
     assert (reported["complete"], len(reported["fused"])) == (False, 1)
     assert [each["name"] for each in reported["unfused"]] == ["p"]
+
+
+def test_every_command_names_the_same_reason_for_talking_heads(tmp_path, run_cli):
+    path, bundle = tmp_path / "in.onnx", tmp_path / "bundle"
+    onnx.save(onnx.parser.parse_model(TALKING), path)
+    exported = md.export(path, bundle, axes={"B": "1:2:3", "S": "1:4:6"}, golden=("opt",), precision="fp32")
+    (left,) = exported.manifest.unfused
+    assert "heads" in left.reason
+    found = json.loads(run_cli("inspect", path, "--json").out)
+    assert len(found["fusible"]) == 1
+    assert [each["reason"] for each in found["unfused"]] == [left.reason]
+    for command in ("inspect", "check"):
+        done = run_cli(command, path)
+        assert " ".join(left.reason.split()) in " ".join((done.out + done.err).split())
 
 
 def test_weights_beside_the_output_are_not_lost(source, tmp_path, refused):

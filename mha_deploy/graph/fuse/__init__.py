@@ -43,6 +43,7 @@ from mha_deploy.graph.fuse.verify import (
     mask_stops,
 )
 from mha_deploy.graph.fuse.write import share_tied_weights
+from mha_deploy.graph.head_mixing import head_mixing
 from mha_deploy.graph.ir import (
     NodeBuilder,
     beginnings,
@@ -240,7 +241,7 @@ class _Fusion:
             UnfusedSoftmax(
                 name=values.module_of(node),
                 place=place_of(node),
-                reason=refusal.in_one_line,
+                reason=head_mixing(node) or refusal.in_one_line,
                 recognized=isinstance(refusal, NotExpressible),
                 value=node.outputs[0].name or "",
             )
