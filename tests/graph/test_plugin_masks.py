@@ -327,9 +327,8 @@ def indexed(begin: str = "i0") -> list[onnx.NodeProto]:
 INDICES = {"i0": np.array(0), "i1": np.array(1), "minus": np.array(-1), "last": np.array([-1])}
 INDICES |= {"012": np.array([0, 1, 2]), "123": np.array([1, 2, 3])}
 # As PyTorch's exporter states them; shape inference does not know the length of a Range.
-INDEXED = {"b": ["B", 1, 1, 1], "k": [1, 1, 1, "S"]} | dict.fromkeys(
-    ("b_all", "k_all", "mask"), ["B", 1, 1, "S"]
-)
+INDEXED: dict[str, list[str | int]] = {"b": ["B", 1, 1, 1], "k": [1, 1, 1, "S"]}
+INDEXED |= {name: ["B", 1, 1, "S"] for name in ("b_all", "k_all", "mask")}
 KEYS["indexed"] = indexed()
 
 
