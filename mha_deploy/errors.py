@@ -21,6 +21,20 @@ EXIT_BAD_INPUT = 2
 EXIT_BACKEND_UNAVAILABLE = 3
 
 
+class _Text:
+    """A part of an error: written with the options of the command line, read in the reader's language."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, error: DeployError, owner: type) -> Any:
+        text = getattr(error, self._name)
+        return text if text is None or DeployError.is_typed else DeployError.in_python(text)
+
+    def __set__(self, error: DeployError, text: str | None) -> None:
+        setattr(error, self._name, text)
+
+
 class DeployError(Exception):
     """The input cannot be used as it is.
 
@@ -34,6 +48,9 @@ class DeployError(Exception):
     usual_hint = ""
     in_python: ClassVar[Callable[[str], str]] = staticmethod(str)
     """Text with the keywords of Python, not the options of the command line; `api.py` sets it."""
+    is_typed: ClassVar[bool] = False
+    """Whether the reader is at the command line, and types options."""
+    what, got, hint = _Text(), _Text(), _Text()
 
     def __init__(self, what: str, *, got: object = None, hint: str = "") -> None:
         if not (hint or self.usual_hint):
@@ -44,12 +61,8 @@ class DeployError(Exception):
         self.hint = hint or self.usual_hint
 
     def __str__(self) -> str:
-        return self.text(DeployError.in_python)
-
-    def text(self, translate: Callable[[str], str] = str) -> str:
-        """All of it, as the command line has it, or in the language of the reader."""
-        got = () if self.got is None else (f"  got: {translate(self.got)}",)
-        return "\n".join((translate(self.what), *got, f"  try: {translate(self.hint)}"))
+        got = () if self.got is None else (f"  got: {self.got}",)
+        return "\n".join((self.what, *got, f"  try: {self.hint}"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors cross from child processes, whatever arguments their classes take.

@@ -487,16 +487,18 @@ class Limits:
 
 # -- Errors name options as the command line does; Python has keywords ------------------------------
 
-_OPTION = re.compile(r"(?<![\w-])--(no-)?([a-z][a-z-]*)(?: ([\w.:=/]+))?")
+_OPTION = re.compile(r"(?<![\w-])--(no-)?([a-z][a-z-]*)(?: ([\w./][\w.:=/-]*(?<![:-])))?")
 _OF_PROCESS = {  # see `md.configure`
     "in-process": ("in_process", "bool"),
     "time-limit": ("time_limit", "float"),
     "trust-code": ("trust_code", "bool"),
 }
 _LAYER = re.compile(r"--hf (\S+) --layer (\d+)")
+_HEADERS = ("tensorrt", "cudnn", "cudnn_frontend", "cuda")
 _KEYWORDS = {  # parameters of functions; the fields of records are found by themselves
     "axis": ("axes", "Mapping"),
     "cache": ("cache", "str"),
+    **{f"{name.replace('_', '-')}-include": (f"{name}_include", "Path") for name in _HEADERS},
     "heads": ("heads", "int"),
     "input": ("inputs", "Mapping"),
     "jobs": ("jobs", "int"),

@@ -325,7 +325,7 @@ def test_a_folder_that_is_there_is_not_touched(tmp_path):
         with pytest.raises(BundleError, match="The output folder exists") as caught:
             BundleWriter(target)
         assert caught.value.got == str(target)
-        assert "--overwrite" in caught.value.hint
+        assert "overwrite=True" in caught.value.hint
 
 
 def overwrite(folder, name="tiny-mqa"):
@@ -527,7 +527,7 @@ def test_a_folder_that_is_no_bundle_is_never_overwritten(tmp_path):
     (thesis / "thesis.tex").write_text("years of work")
     with pytest.raises(BundleError, match="only a bundle is overwritten") as caught:
         BundleWriter(thesis, overwrite=True)
-    assert "another -o" in caught.value.hint
+    assert "another out=" in caught.value.hint
     with pytest.raises(BundleError, match="only a bundle is overwritten"):
         BundleWriter(thesis / "thesis.tex", overwrite=True)
     assert (thesis / "thesis.tex").read_text() == "years of work"

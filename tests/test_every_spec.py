@@ -115,7 +115,7 @@ def test_a_softcap_is_not_fused_and_built_only_where_that_is_allowed(bundles, na
     options = EngineOptions(backend="tensorrt-rtx", targets="8.9,12.0", overwrite=True)
     with pytest.raises(DeployError, match="does not support softcap") as caught:
         engine_from_bundle(bundles(name, precision), options)
-    assert "--allow-decomposed" in caught.value.hint
+    assert "allow_decomposed=True" in caught.value.hint
     allowed = replace(options, allow_decomposed=True)
     manifest = engine_from_bundle(bundles(name, precision), allowed).manifest
     assert [node.status for node in manifest.verdict.nodes] == ["decomposed"]

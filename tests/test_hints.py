@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 
 import mha_deploy as md
@@ -89,8 +90,21 @@ def test_an_existing_folder_names_the_option_and_the_keyword(run_cli, tmp_path):
     assert "overwrite=True" not in done.err
     with pytest.raises(md.DeployError) as caught:
         md.export("tiny-mha", tmp_path / "there")
-    assert "overwrite=True" in str(caught.value)
-    assert "--overwrite" not in str(caught.value)
+    for text in (str(caught.value), caught.value.hint):
+        assert "overwrite=True" in text
+        assert "--overwrite" not in text
+
+
+def test_a_size_that_was_not_exported_names_the_axes(bundles):
+    with md.open_runner(bundles("tiny-mha"), backend="ort-cpu") as runner:
+        feeds = {
+            name: np.ones([99 if isinstance(dim, str) else dim for dim in info.dims], info.dtype)
+            for name, info in runner.inputs.items()
+        }
+        with pytest.raises(md.DeployError) as caught:
+            runner.run(feeds)
+    assert "axes=" in caught.value.hint
+    assert "--" not in caught.value.hint
 
 
 def test_every_part_of_an_error_is_in_the_language_of_the_reader(refused, tmp_path):
@@ -123,6 +137,9 @@ def test_the_help_of_python_names_no_option_of_the_command_line(record):
         ("--axis S=1:8:64", 'axes={"S": "1:8:64"}'),
         ("--axis B=2 --axis S=16, or another", 'axes={"B": "2", "S": "16"}, or another'),
         ("--max-loss 0.01", "max_loss=0.01"),
+        ("--backend onnx-reference, or", 'backend="onnx-reference", or'),
+        ("--attention auto: it", 'attention="auto": it'),
+        ("--cudnn-include FOLDER", "cudnn_include=FOLDER"),
         ("--no-latency", "latency=False"),
         ("another -o, or --overwrite", "another out=..., or overwrite=True"),
         ("--hf path/to/Llama --layer 0 for one", 'md.load_checkpoint("path/to/Llama", 0) for one'),

@@ -335,7 +335,7 @@ def test_sizes_outside_the_axes_are_refused(sizes, got):
     with pytest.raises(SpecError, match="does not allow this size") as caught:
         make().check_sizes(sizes)
     assert caught.value.got == got
-    assert f"--axis {got[0]}=min:opt:max" in caught.value.hint
+    assert f'axes={{"{got[0]}": "min:opt:max"}}' in caught.value.hint
 
 
 @pytest.mark.parametrize("sizes", [{}, {"B": 1}, {"B": 1, "S": 8, "T": 8}])

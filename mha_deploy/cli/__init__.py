@@ -83,7 +83,7 @@ def main() -> None:
 
     With `--json` stdout is JSON on every outcome: where there is no result, an object with the key `error`.
     """
-    with _signals_as_interrupts() as received, _guarded_streams() as stdout:
+    with _errors_with_options(), _signals_as_interrupts() as received, _guarded_streams() as stdout:
         code, error, is_printed = _run_app()
         # Ctrl-C or another signal. An import of native code raises another error.
         if code == EXIT_INTERRUPTED or (code != 0 and received):
@@ -93,7 +93,7 @@ def main() -> None:
             error, is_printed = DeployError(word, hint="run it again; nothing half-written is left"), True
             click.echo(word, err=True)
         if error and not is_printed:
-            click.echo(f"error: {error.text()}", err=True)
+            click.echo(f"error: {error}", err=True)
         if error and "--json" in sys.argv[1:] and not stdout.has_text:
             shown = {"what": error.what, "got": error.got, "hint": error.hint, "exit_code": code}
             click.echo(json.dumps({"error": shown}, indent=2))
@@ -103,8 +103,18 @@ def main() -> None:
             hint = "free some space there, or write elsewhere"
             error = DeployError("The result cannot be written to stdout.", got=stdout.problem, hint=hint)
             code = EXIT_BAD_INPUT
-            click.echo(f"error: {error.text()}", err=True)
+            click.echo(f"error: {error}", err=True)
     sys.exit(code)
+
+
+@contextmanager
+def _errors_with_options() -> Iterator[None]:
+    """Errors name the options of the command line meanwhile, not the keywords of Python."""
+    before, DeployError.is_typed = DeployError.is_typed, True
+    try:
+        yield
+    finally:
+        DeployError.is_typed = before
 
 
 def _run_app() -> _Ending:

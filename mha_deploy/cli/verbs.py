@@ -455,7 +455,7 @@ def where(backend: str = option("tensorrt", "For which TensorRT.")) -> Result:
     try:
         path = str(md.find_plugin(backend).path)
     except PluginError as error:
-        click.echo(f"error: {error.text()}", err=True)
+        click.echo(f"error: {error}", err=True)
         raise click.exceptions.Exit(EXIT_VERDICT_FAILED) from error
     return Result({"path": path}, lambda: [path])
 

@@ -145,8 +145,8 @@ class Child:
         begin, limit = self._log.seek(0, io.SEEK_END), isolation.limit_s
         deadline = time.monotonic() + limit
         try:
-            trust = (isolation.trust_code, isolation.own)
-            _send(self._pipe, (function, arguments, os.getcwd(), limit + _GRACE_S, trust))
+            settings = (isolation.trust_code, isolation.own, DeployError.is_typed)
+            _send(self._pipe, (function, arguments, os.getcwd(), limit + _GRACE_S, settings))
             while True:
                 while not self._pipe.poll(min(1.0, max(0.0, deadline - time.monotonic()))):
                     # A process that the child started may keep the connection open after the child's end.
@@ -489,8 +489,8 @@ def serve(handle: int, preload: tuple[str, ...], parent: int) -> None:
             importlib.import_module(name)
     while True:
         try:
-            function, arguments, folder, limit, trust = _receive(_parent)
-            isolation.trust_code, isolation.own = trust
+            function, arguments, folder, limit, settings = _receive(_parent)
+            isolation.trust_code, isolation.own, DeployError.is_typed = settings
             os.chdir(folder)  # relative paths are the parent's
         except (EOFError, ConnectionError):
             break

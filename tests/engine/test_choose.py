@@ -65,7 +65,7 @@ def test_the_plugins_projections_need_room(mib, fits):
         return
     with pytest.raises(DeployError, match="32 MiB") as caught:
         candidates_for(rt, options, "fp16")
-    assert "--workspace-mib 31" in caught.value.got
+    assert "workspace_mib=31" in caught.value.got
 
 
 # -- which one is kept -------------------------------------------------------------------------------
@@ -268,5 +268,5 @@ def test_without_a_gpu_it_says_that_it_has_to_be_measured(workbench, monkeypatch
     monkeypatch.setattr(choose, "open_gpu", none)
     with pytest.raises(BackendUnavailable, match="has to be measured") as caught:
         workbench.choose({"native": {"microseconds": 90}})
-    assert "--attention auto --accumulate auto: There is no CUDA GPU" in caught.value.got
+    assert 'attention="auto" accumulate="auto": There is no CUDA GPU' in caught.value.got
     assert not (workbench.bundle.path / "engines").exists()

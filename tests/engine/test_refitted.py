@@ -36,7 +36,7 @@ def test_an_engine_of_fixed_weights_is_refused(refit, kind, bundles, tmp_path):
     engine = engine_in(bundles("tiny-mha"), tmp_path / "old", refit)
     with pytest.raises(kind, match="cannot be replaced") as caught:
         md.refit(engine.path, "new.safetensors", tmp_path / "new")
-    assert "--refit all" in caught.value.hint
+    assert 'refit="all"' in caught.value.hint
     assert not (tmp_path / "new").exists()
 
 

@@ -154,7 +154,7 @@ def test_the_operator_set_is_the_first_that_suffices():
     assert choose_opset(find_spec("tiny-dynamic"), 24) == 24
     with pytest.raises(ExportError, match="TensorScatter") as caught:
         choose_opset(find_spec("tiny-preallocated"), 23)
-    assert caught.value.hint == "--opset 24"
+    assert caught.value.hint == "opset=24"
 
 
 def test_the_check_of_the_graph_tells_one_cache_from_another(bundles):

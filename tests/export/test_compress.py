@@ -228,7 +228,7 @@ def test_an_iterator_that_is_used_up_is_refused(model, tmp_path):
 def test_options_of_eight_bits_need_eight_bits(model, tmp_path):
     with pytest.raises(md.DeployError) as refused:
         md.export(model, tmp_path / "out", precision="fp16", max_loss=0.1)
-    assert "max-loss" in refused.value.what
+    assert "max_loss" in refused.value.what
 
 
 def test_the_manifest_on_disk_has_the_loss(bundles):
@@ -428,7 +428,7 @@ def test_a_reshape_to_fixed_sizes_is_refused_by_name_before_anything_is_quantize
     with pytest.raises(md.DeployError) as caught:
         make(on_step=lambda step, *_: stages.append(str(step)))
     assert "Reshape a to [2, -1, 4, 16]" in caught.value.got
-    assert "--axis B=2" in caught.value.hint
+    assert 'axes={"B": "2"' in caught.value.hint
     assert not {"calibration", "sensitivity", "loss", "ranges"} & {each.split(":")[0] for each in stages}
 
 

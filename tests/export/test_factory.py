@@ -149,7 +149,7 @@ def test_weights_of_a_model_around_it_are_found_by_their_endings(tmp_path):
     assert any("model.encoder.*" in note for note in user.notes), "the mapping is shown"
     with pytest.raises(DeployError, match="Several parts") as caught:
         open_user_module(f"{HERE}:encoder", find_precision("fp32"), weights=saved(tmp_path, ".pt", twice))
-    assert caught.value.hint.startswith("--prefix ")
+    assert caught.value.hint.startswith("prefix=")
 
 
 def test_a_module_around_the_model_takes_its_weights(tmp_path):

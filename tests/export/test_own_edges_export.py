@@ -78,7 +78,7 @@ def test_a_number_that_fp16_does_not_have_is_named(tmp_path, factory):
         md.export(f"{FILE}:{factory}", tmp_path / "bundle", precision="fp16")
     assert "-1e+09" in caught.value.got
     assert "edge_models.py:" in caught.value.got
-    assert "--precision auto" in caught.value.hint
+    assert 'precision="auto"' in caught.value.hint
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_the_call_that_overflows_is_named(tmp_path):
         md.export(f"{FILE}:large_scores", tmp_path / "bundle", precision="fp16")
     assert "edge_models.py:" in caught.value.got
     assert "linear" in caught.value.got
-    assert "--precision auto" in caught.value.hint
+    assert 'precision="auto"' in caught.value.hint
 
 
 @pytest.mark.parametrize("precision", ["auto", "fp32"])
@@ -108,7 +108,7 @@ def test_no_precision_is_proposed_where_none_helps(tmp_path, precision):
         md.export(f"{FILE}:logarithm_of_negatives", tmp_path / "bundle", precision=precision)
     assert "fp32" in caught.value.what
     assert "log" in caught.value.got
-    assert "--precision" not in caught.value.hint
+    assert "precision=" not in caught.value.hint
 
 
 @pytest.mark.parametrize("factory", ["first_query_at_infinity", "first_query_at_lowest"])

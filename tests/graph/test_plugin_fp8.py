@@ -167,7 +167,7 @@ def test_a_check_and_the_refusal_of_the_native_lowering_name_the_plugin(tmp_path
     assert "fp8-gemm" not in {each.rule for each in new.findings}
     with pytest.raises(LoweringError) as caught:
         lower(model, "primitives")
-    assert "--attention plugin" in caught.value.hint
+    assert 'attention="plugin"' in caught.value.hint
 
 
 @pytest.mark.parametrize("target", ["tensorrt", "tensorrt-rtx"])

@@ -275,7 +275,7 @@ def test_a_refused_cell_says_what_to_try_as_the_build_does(bundles, monkeypatch)
     cell = run_cell(request)
     assert cell["status"] == "refused"
     assert f"got: {caught.value.got}" in cell["why"]
-    assert "--allow-decomposed" in caught.value.hint
+    assert "allow_decomposed=True" in caught.value.hint
     assert "allow_decomposed = true" in cell["why"]  # as a plan has it
 
 

@@ -93,14 +93,14 @@ def test_everything_that_is_missing_is_reported_at_once(bare):
     assert "TensorRT (NvInfer.h, NvInferVersion.h), looked in" in caught.value.got
     assert str(bare / "system") in caught.value.got
     assert "cuDNN (" not in caught.value.got
-    assert "pip install nvidia-cudnn-frontend, or --cudnn-frontend-include PATH" in caught.value.hint
+    assert "pip install nvidia-cudnn-frontend, or cudnn_frontend_include=PATH" in caught.value.hint
 
 
 def test_a_folder_without_the_headers_is_refused(bare):
     with pytest.raises(PluginError, match=r"no headers of cuDNN\.") as caught:
         find_parts({"cudnn_include": bare})
     assert str(bare) in caught.value.got
-    assert caught.value.hint == "--cudnn-include FOLDER, the one with cudnn.h"
+    assert caught.value.hint == "cudnn_include=FOLDER, the one with cudnn.h"
 
 
 def program(path):

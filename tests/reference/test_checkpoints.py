@@ -272,4 +272,4 @@ def test_an_attention_that_is_not_the_only_one_is_asked_for(llama):
     with pytest.raises(md.DeployError, match="no single attention") as caught:
         find_attention(checkpoint_files(llama / "single"))
     assert "model.layers.1.self_attn" in caught.value.got
-    assert "--prefix" in caught.value.hint
+    assert "prefix=" in caught.value.hint

@@ -56,4 +56,4 @@ def test_an_engine_that_cannot_be_refitted_says_how_to_build_one(weights, tmp_pa
     monkeypatch.setitem(tensorrt_fake.ENGINES, b"ftrt fixed", fixed)
     with pytest.raises(EngineError, match="cannot be replaced") as caught:
         refit_engine(fake("8.6.1"), b"ftrt fixed", write_graph(tmp_path / "g.onnx", **weights))
-    assert "--refit all" in caught.value.hint
+    assert 'refit="all"' in caught.value.hint

@@ -125,7 +125,7 @@ def test_attention_without_a_fused_kernel_fails_clearly(model):
     with pytest.raises(EngineError, match="no fused kernel for this target") as caught:
         build(model, targets="8.9")
     assert caught.value.got == "node att0"
-    assert "--allow-decomposed" in caught.value.hint
+    assert "allow_decomposed=True" in caught.value.hint
     assert caught.value.exit_code == EXIT_VERDICT_FAILED
 
 

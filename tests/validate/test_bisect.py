@@ -178,7 +178,7 @@ def test_without_permission_for_the_module_no_node_of_a_wrong_graph_is_named(bro
     assert found.doubt.kind is Kind.REFERENCE_IS_SUBJECT
     assert found.module_unused.kind is Kind.MODULE_NOT_USED
     assert bundle.manifest.spec.factory in found.module_unused.got
-    assert "trust" in found.module_unused.wanted
+    assert "trust_code=True" in found.module_unused.wanted
     # It is said before the search, too, and the runtime is opened for whole and attentions alone.
     assert any("trust" in step for step in steps[:3])
     assert found.runs <= 3

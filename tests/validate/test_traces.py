@@ -97,7 +97,7 @@ def test_the_usual_prompt_leaves_room_for_the_steps(bundles, name, steps, prompt
 def test_more_steps_than_there_is_room_for_are_refused(bundles, name):
     with pytest.raises(DeployError, match="no room for a prompt") as caught:
         fresh(bundles(name), steps=64)
-    assert (caught.value.got, caught.value.hint) == ("--steps 64", "63 steps at most")
+    assert (caught.value.got, caught.value.hint) == ("steps=64", "63 steps at most")
 
 
 @pytest.mark.parametrize(
