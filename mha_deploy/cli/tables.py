@@ -695,7 +695,7 @@ def bisection_renderable(found: Bisection) -> RenderableType:
             lines.append(f"compared behind it, at {node.shown_at}: what lies between only moves numbers")
     if found.unseen:
         names = ", ".join(found.unseen[:4]) + (", …" if len(found.unseen) > 4 else "")
-        lines.append(f"nodes before it that the reference has no values for: {len(found.unseen)} ({names})")
+        lines.append(f"nodes before it whose results could not be compared: {len(found.unseen)} ({names})")
     reasons = [each for each in (found.doubt, found.module_unused) if each is not None]
     lines += [f"warning: {reason_text(reason)}" for reason in reasons]
     if node is not None:

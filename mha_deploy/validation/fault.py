@@ -34,6 +34,7 @@ from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph.file import load_graph, value_named, with_outputs
 from mha_deploy.graph.ir import nodes_behind
+from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.roles import CARRIES
 from mha_deploy.graph.upcast import float32_twin, unfused_twin
 from mha_deploy.judge import Accumulation, OutputVerdict, ParityReport
@@ -252,7 +253,7 @@ class Bisection(Struct, frozen=True, kw_only=True):
     last_right: str | None = None  # the last attention that is right, if any is
     first_wrong: str | None = None  # the first that is wrong, if any is
     first_node: Suspect | None = None  # the first node whose result is wrong
-    # Nodes before it of whose results the reference knows nothing: it may be one of them
+    # Nodes before it whose results the reference or the runtime does not have: it may be one of them
     unseen: tuple[str, ...] = ()
     runs: int  # how often the runtime was built or opened, the whole model included
     reference: str = ""  # what the values inside were compared with
@@ -362,9 +363,16 @@ class _FaultSearch:
 
     def run(self, values: Sequence[str]) -> dict[str, np.ndarray]:
         """The outputs of the model in the runtime, with more values given out."""
-        self.runs += 1
         with self.open_model(with_outputs(self.model, values) if values else self.model) as runner:
+            self.runs += 1
             return runner.run(self.case.inputs)
+
+    def value(self, name: str) -> np.ndarray | None:
+        """A value in the runtime; None where the lowering has none, as the operand of a plugin's FP8 GEMM."""
+        try:
+            return self.run((name,))[name]
+        except LoweringError:
+            return None
 
     def attentions(self) -> tuple[str | None, OutputVerdict | None]:
         """The last attention that is right, and the verdict on the first that is wrong."""
@@ -373,7 +381,11 @@ class _FaultSearch:
             middle = (len(untried) - 1) // 2
             name, value = untried[middle]
             self.on_step(Step("attention", name))
-            (found,) = _judge_layers(self.layers, {name: self.run((value,))[value]}, self.precision)
+            got = self.value(value)
+            if got is None:
+                del untried[middle]
+                continue
+            (found,) = _judge_layers(self.layers, {name: got}, self.precision)
             if found.is_wrong:
                 first_wrong, untried = found, untried[:middle]
             else:
@@ -395,7 +407,12 @@ class _FaultSearch:
         untried = [node for node in suspects[:-1] if results.get(node) in wanted]
         while untried:
             node = untried[len(untried) // 2]
-            found = self._problem(results[node], wanted, (verdict.budget or {}).get("relative_l2"))
+            self.on_step(Step("value", results[node]))
+            if (got := self.value(results[node])) is None:
+                untried.remove(node)
+                continue
+            limit = (verdict.budget or {}).get("relative_l2")
+            found = _problem(got, wanted[results[node]].astype(np.float64), limit)
             inside = set(nodes_behind(node.outputs[:1]))
             if found is not None:
                 problems[node] = found
@@ -427,8 +444,9 @@ class _FaultSearch:
             if name not in wanted:
                 return np.inf
             if name not in errors:
-                off = self.run((name,))[name].astype(np.float64) - wanted[name].astype(np.float64)
-                errors[name] = float(np.nan_to_num(np.abs(off), nan=np.inf).max(initial=0.0))
+                got, want = self.value(name), wanted[name].astype(np.float64)
+                off = np.array(np.inf) if got is None else np.abs(got.astype(np.float64) - want)
+                errors[name] = float(np.nan_to_num(off, nan=np.inf).max(initial=0.0))
             return errors[name]
 
         while node.op_type in CARRIES:
@@ -446,17 +464,16 @@ class _FaultSearch:
             path.append(node)
         return path
 
-    def _problem(self, name: str, wanted: Mapping[str, np.ndarray], limit: float | None) -> str | None:
-        """What is wrong with a value; None where it is right."""
-        self.on_step(Step("value", name))
-        got, want = self.run((name,))[name], wanted[name].astype(np.float64)
-        if got.shape != want.shape:
-            return f"shape {got.shape}, not {want.shape}"
-        if not np.isfinite(got.astype(np.float64)).all():
-            return None if not np.isfinite(want).all() else "values are NaN or infinite"
-        # Of the shape of an error only its size carries over from one value to another.
-        off = metrics.measure(got, want).relative_l2
-        return f"relative error {off:.2g}" if limit is None or off > limit else None
+
+def _problem(got: np.ndarray, want: np.ndarray, limit: float | None) -> str | None:
+    """What is wrong with a value; None where it is right."""
+    if got.shape != want.shape:
+        return f"shape {got.shape}, not {want.shape}"
+    if not np.isfinite(got.astype(np.float64)).all():
+        return None if not np.isfinite(want).all() else "values are NaN or infinite"
+    # Of the shape of an error only its size carries over from one value to another.
+    off = metrics.measure(got, want).relative_l2
+    return f"relative error {off:.2g}" if limit is None or off > limit else None
 
 
 # -- Expected values inside a model, from a trusted source -----------------------------------------

@@ -8,12 +8,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from bundle_edit import rehash
 from onnx import numpy_helper
 
 import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
+from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.lower import lower
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.child import isolation
 from mha_deploy.status import Kind
@@ -217,6 +220,31 @@ def test_one_of_our_own_layers(bundles, tmp_path):
     found = bisect_bundle(bundle, "ort-cpu", partial(open_runner, "ort-cpu"), reference)
     assert found.attentions == 0
     assert found.first_node.node == "attention"
+
+
+def test_values_that_a_lowered_graph_does_not_have_are_left_out(tmp_path):
+    """As of an engine with the plugin, whose GEMMs read FP8: no operand of theirs can be an output."""
+    bundle = md.export("tiny-gqa", tmp_path / "fp8", precision="fp8", weight_scales="tensor", golden=("opt",))
+    wrong = load_graph(bundle.model_path)
+    node = next(node for node in wrong.graph if node.op_type == "Attention")
+    refused = []
+
+    def open_lowered(model):
+        try:
+            lower(model, "plugin", linear=True)
+        except md.DeployError:
+            refused.append(model)
+            raise
+        copy = model.clone()
+        attention = next(each for each in copy.graph if each.name == node.name)
+        attention.attributes["scale"] = ir.AttrFloat32("scale", 0.5)
+        return open_runner("ort-cpu", copy)
+
+    reference, *_ = reference_for(bundle, case_to_bisect(bundle), "faulty")
+    found = bisect_bundle(bundle, "faulty", open_lowered, reference)
+    assert refused
+    assert found.first_node.node == node.name
+    assert all("quantize" in name for name in found.unseen)
 
 
 def test_the_command(run_cli, broken, own_bundles, program, monkeypatch):
