@@ -222,10 +222,10 @@ _HINTS: Mapping[Kind, Mapping[Language, str]] = dict.fromkeys(
     _WEIGHTS,
 ) | {
     Kind.ATTENTION_NOT_OBSERVED: {
-        Language.COMMAND_LINE: "export with real weights (--weights) or inputs (--input NAME=FILE.npy), or "
-        "let the model return its result as a further output",
-        Language.PYTHON: "export with real weights (weights=) or inputs, or let the model return its result "
-        "as a further output",
+        Language.COMMAND_LINE: "export with trained weights (--weights), an ONNX file with your own inputs "
+        "(--input NAME=FILE.npy), or let the model return its result as a further output",
+        Language.PYTHON: "export with trained weights (weights=), an ONNX file with your own inputs "
+        "(inputs=), or let the model return its result as a further output",
     }
 }
 

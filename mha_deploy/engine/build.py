@@ -148,7 +148,8 @@ class _EngineBuild:
         with temporary_folder(self.bundle.path.resolve() / "lowered") as folder:
             save_graph(lowered, folder / "model.onnx")
             request = self._request(folder / "model.onnx", lowered)
-            built, first = self._build_running(request)
+            with lowering.unfused_for(answers):
+                built, first = self._build_running(request)
         built = with_plugin_roles(built, lowered, first.attends_in_fp8)
         verdict = judge_engine(built, lowered, self.model, self.precision, profiles)
         findings = dict.fromkeys(finding for answer in answers for finding in answer.findings)

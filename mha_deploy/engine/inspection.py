@@ -124,9 +124,8 @@ def check_target(source: Bundle | Path, target: str, version: str | None, sm: st
     refuse_foreign_operators(graph)
     hint = "attention in its usual form, or deploy the model with --allow-decomposed: slower"
     if isinstance(source, Bundle):
-        # The export says why it could not fuse them; where it fused others, those are checked.
-        records = [] if source.manifest.attention else source.manifest.unfused
-        left, what = list(map(_with_reason, records)), "of this bundle {} not fused."
+        # The export says why it could not fuse them.
+        left, what = list(map(_with_reason, source.manifest.unfused)), "of this bundle {} not fused."
     else:
         fusible, unfused = _without_node(graph)
         left, what = [*fusible, *map(_with_reason, unfused)], "of this file {} not fused yet."

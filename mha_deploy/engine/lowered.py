@@ -147,6 +147,25 @@ def _refuse_hopeless(answers: Sequence[Eligibility]) -> None:
             raise NotFusedError(problem, got=got, hint="; ".join(finding.remedy for finding in hopeless))
 
 
+@contextmanager
+def unfused_for(answers: Sequence[Eligibility]) -> Iterator[None]:
+    """A build without a fused kernel is reported with what the rules know of its nodes, where they do."""
+    try:
+        yield
+    except NotFusedError as error:
+        found = [
+            (answer.node.name, finding)
+            for answer in answers
+            for finding in answer.findings
+            if finding.cured_by is None and finding.severity == rules.NOT_FUSED
+        ]
+        if not found:
+            raise
+        reasons = dict.fromkeys(f"{name}: {finding.message}" for name, finding in found)
+        remedies = dict.fromkeys(finding.remedy for _, finding in found)
+        raise NotFusedError(error.what, got=" ".join(reasons), hint="; ".join(remedies)) from error
+
+
 def targets_of(rt: TensorRT, options: EngineOptions) -> list[Target]:
     """The targets of the engine for the check before the build, one for each GPU."""
     release = ".".join(rt.version.split(".")[:3])

@@ -234,7 +234,8 @@ class _Checker:
                 hint="the graph and its weights in one folder",
             )
         if not path.is_file():
-            raise refusal(f"the weights of {name} are missing: {path}")
+            got, hint = f"{name}: {path}", f"put {printable(location)} beside the graph, where it was written"
+            raise DeployError("The weights of the graph are missing.", got=got, hint=hint)
         if self.files is not None and path.resolve().relative_to(self.folder).as_posix() not in self.files:
             what = "The graph reads a file that the manifest does not list."
             raise DeployError(what, got=path, hint="export again")

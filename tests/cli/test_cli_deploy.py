@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from bundle_edit import copy_of, edit_manifest
 
+import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
 
 needs_rtx = pytest.mark.skipif(
@@ -96,6 +97,8 @@ def test_deploy_reports_the_graph_where_no_engine_can_be_built(run_cli, tmp_path
     assert done.code == 1
     assert done.out.startswith("FAILED"), "the verdict comes first"
     assert "--allow-decomposed" in done.out
+    (known,) = md.check(target, "tensorrt-rtx")
+    assert known.findings[0].message in done.out, "the reason is that of the rules"
     assert "4 outputs of golden cases" in done.out
     report = json.loads((target / "report.json").read_text())
     verdict = report["verdict"]

@@ -176,6 +176,14 @@ def test_what_cannot_be_imported_is_refused(file, tmp_path, options, message):
     assert not (tmp_path / "bundle").exists()
 
 
+def test_an_axis_of_a_file_whose_sizes_are_fixed_is_refused_with_the_reason(tmp_path):
+    text = '<ir_version: 10, opset_import: ["" : 18]> g (float[2, 4] x) => (float[2, 4] y) { y = Relu (x) }'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "fixed.onnx")
+    with pytest.raises(md.DeployError, match="no such axis") as caught:
+        md.import_onnx(tmp_path / "fixed.onnx", tmp_path / "bundle", axes={"S": "1:2:3"})
+    assert "dynamic" in caught.value.hint
+
+
 def test_numbers_that_are_nan_on_the_way_are_no_warning(tmp_path, recwarn):
     """A query that sees no key: its softmax is NaN, which the file replaces."""
     text = """<ir_version: 8, opset_import: ["": 17]>
