@@ -584,7 +584,7 @@ def _named_axes(
             parts.append(symbol)
         dims[name] = tuple(parts)
     if unknown := [axis for axis in given if axis not in axes]:
-        fixed = "all its sizes are fixed: write it with dynamic axes (dynamic_shapes= of torch.onnx.export)"
+        fixed = "all its sizes are fixed: write the file again with dynamic axes"
         hint = nearest(unknown[0], axes) if axes else fixed
         raise SpecError("The file has no such axis.", got=unknown[0], hint=hint)
     return dims, axes
