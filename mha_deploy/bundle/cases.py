@@ -434,6 +434,12 @@ _FEW_ROUNDOFFS = 16  # of numbers around 1, for a result that cancels to almost 
 _MOST_DIFFERENT = 0.25  # of integers, such as the choices of an argmax
 
 
+def refuse_implausible_case(case: GoldenCase, precision: Precision) -> None:
+    """Refuse a golden case that was just computed, as one that is read is refused."""
+    about = f"golden case {case.name}"
+    refuse_implausible(about, case.oracle, case.eager, precision, case.baselines)
+
+
 def refuse_implausible(
     file: str,
     oracle: Arrays,

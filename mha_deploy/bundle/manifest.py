@@ -6,6 +6,7 @@ import enum
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from dataclasses import field as dataclass_field
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_type_hints
 
 import msgspec
@@ -77,7 +78,8 @@ class AttentionNode:
     # Whether its weights are quantized as well, and what becomes of the heads
     quantizes_weights: bool = False
     quantizes_output: bool = False
-    computes_mask: bool = False  # whether nodes of the graph compute the numbers of the mask
+    # Whether nodes of the graph compute the numbers of the mask
+    computes_mask: bool = dataclass_field(default=False, metadata={"stored": False})
 
     @property
     def kind(self) -> str | None:
@@ -134,20 +136,21 @@ class AttentionNode:
     def describe(self) -> dict[str, Any]:
         """The record as plain data for JSON, with the derived values.
 
-        What only a check reads from the graph is left out: manifests of earlier versions do not have it.
+        What only a check reads from the graph is not stored: manifests of earlier versions do not have it.
         """
         derived = {"kind": self.kind, "softmax_scale": self.softmax_scale}
-        return {name: value for name, value in asdict(self).items() if name not in _NOT_WRITTEN} | derived
+        return {name: value for name, value in asdict(self).items() if name in _stored()} | derived
 
 
-_NOT_WRITTEN = frozenset({"computes_mask"})
+def _stored() -> set[str]:
+    """The fields of an `AttentionNode` that a manifest has."""
+    return {each.name for each in fields(AttentionNode) if each.metadata.get("stored", True)}
+
 
 if TYPE_CHECKING:
     AttentionRecord = dict[str, Any]
 else:
-    _WRITTEN = {
-        name: hint for name, hint in get_type_hints(AttentionNode).items() if name not in _NOT_WRITTEN
-    }
+    _WRITTEN = {name: hint for name, hint in get_type_hints(AttentionNode).items() if name in _stored()}
 
     class AttentionRecord(
         TypedDict("_Attention", {**_WRITTEN, "kind": str | None, "softmax_scale": float | None}),

@@ -384,11 +384,9 @@ def _doubts(manifest: EngineManifest) -> list[RenderableType]:
 
 def _precision_notes(precision: PrecisionVerdict) -> list[str]:
     """What else is known of the types in an engine."""
-    from msgspec import to_builtins
-
-    from mha_deploy.engine.engine import gemms_summary
-
-    notes = [] if precision.gemms is None else [gemms_summary(to_builtins(precision.gemms))]
+    notes = list[str]()
+    if precision.gemms is not None:
+        notes.append(f"GEMMs outside attention are computed by {plural(precision.gemms.kernels, 'kernel')}")
     *eight, _ = precision.requested.split("/")
     written = [each for each in precision.written if each.dtype not in eight]  # those are counted above
     for what, kernels in (

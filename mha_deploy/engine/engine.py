@@ -882,7 +882,8 @@ def precision_summary(
             for dtype, n in (gemms["quantized"] or {"eight bits": 0}).items()
         ]
         parts += _in_other_types(gemms["other_types"])
-        parts += [f"{len(gemms['unknown'])} not known"] if gemms["unknown"] else []
+        for part, what in (("unknown", "not known"), ("unquantized", "not quantized in the graph")):
+            parts += [f"{len(gemms[part])} {what} (e.g. {gemms[part][0]})"] if gemms[part] else []
     parts += [f"{dtype} (verified) in {plural(n, 'attention')}" for dtype, n in (attentions or {}).items()]
     return "; ".join([*parts, *_in_other_types(unquantized or {})])
 
@@ -903,19 +904,6 @@ def _in_other_types(found: Mapping[str, str]) -> list[str]:
         f"{len(names)} in {dtype} although quantized ({', '.join(names[:3])}{', …' if names[3:] else ''})"
         for dtype, names in types.items()
     ]
-
-
-def gemms_summary(gemms: Mapping[str, Any]) -> str:
-    """Every GEMM of a graph that quantizes, by what became of it: the counts add up."""
-    parts = [f"{count} in {dtype} (verified)" for dtype, count in gemms["quantized"].items()]
-    parts += _in_other_types(gemms["other_types"])
-    for names, what in (
-        (gemms["unknown"], "not known"),
-        (gemms["unquantized"], "not quantized in the graph"),
-    ):
-        parts += [f"{len(names)} {what} (e.g. {names[0]})"] if names else []
-    total, kernels = plural(gemm_count(gemms), "GEMM"), plural(gemms["kernels"], "kernel")
-    return f"{total} outside attention, computed by {kernels}: {', '.join(parts)}"
 
 
 def attention_summary(manifest: EngineManifest) -> str:

@@ -91,12 +91,12 @@ def without_shape_cache() -> contextlib.AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def matching_by_operator() -> Iterator[None]:
-    """Let onnxscript try a pattern of several outputs only at nodes of its first operator.
+def restricted_matching() -> Iterator[None]:
+    """Let onnxscript fold no batch norm, and try patterns of several outputs at their first operator only.
 
-    It lists the whole graph for each node before it looks at its operator: that is quadratic, and in a graph
-    of some thousand nodes most of the export. It matches no BatchNormalization, which it folds in the type of
-    the weights; `fold_batch_norms` does so exactly.
+    It folds a BatchNormalization in the type of the weights; `fold_batch_norms` does so exactly. And it lists
+    the whole graph for each node before it looks at its operator: that is quadratic, and in a graph of some
+    thousand nodes most of the export.
     """
     try:
         from onnxscript.rewriter._matcher import SimplePatternMatcher
@@ -106,7 +106,7 @@ def matching_by_operator() -> Iterator[None]:
     whole = vars(SimplePatternMatcher)["match"]
 
     def match(self: Any, model: Any, graph: Any, node: Any, **options: Any) -> Any:
-        if node.op_type == "BatchNormalization":
+        if node.op_type == "BatchNormalization":  # or onnxscript would fold it
             return None
         if not self.pattern.has_single_output_node:
             wanted = self.pattern.output_nodes[0].op_identifier()
@@ -207,7 +207,7 @@ def onnx_program(
 ) -> torch.onnx.ONNXProgram:
     """Call PyTorch's exporter; what it raises is explained."""
     try:
-        with silenced(), without_shape_cache(), matching_by_operator(), registering_by_name():
+        with silenced(), without_shape_cache(), restricted_matching(), registering_by_name():
             program = torch.onnx.export(module, (), dynamo=True, verbose=False, **options)
     except DeployError:
         raise

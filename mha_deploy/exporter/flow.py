@@ -27,7 +27,7 @@ from mha_deploy.bundle.cases import (
     golden_cases,
     plan_trace,
     read_trace,
-    refuse_implausible,
+    refuse_implausible_case,
     refuse_polygraphy,
     write_case,
     write_polygraphy,
@@ -268,8 +268,7 @@ def export_bundle(source: ExportSource, target: Path, on_step: OnStep) -> Bundle
             case, file = _capture(source, planned), f"golden/{name}.safetensors"
             if case is None:
                 continue
-            about = f"golden case {case.name}"
-            refuse_implausible(about, case.oracle, case.eager, source.precision, case.baselines)
+            refuse_implausible_case(case, source.precision)
             write_case(folder / file, case)
             cases.append(case)
             golden.append(

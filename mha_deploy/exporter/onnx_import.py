@@ -24,7 +24,7 @@ from mha_deploy.bundle.cases import (
     Reference,
     check_steps,
     pack_baselines,
-    refuse_implausible,
+    refuse_implausible_case,
     run_calls,
     write_arrays,
 )
@@ -184,8 +184,7 @@ class OnnxSource(ExportSource):
             try:
                 drawn = self.draw(planned, 2.0**-halved)
                 case = self.case_of(planned.name, planned.sizes, drawn, types)
-                about = f"golden case {case.name}"
-                refuse_implausible(about, case.oracle, case.eager, self.precision, case.baselines)
+                refuse_implausible_case(case, self.precision)
             except (_Extreme, BundleError) as error:
                 first = first or error
                 if planned.masks or not self.draws_numbers or self.examples.keys() >= self._inputs.keys():

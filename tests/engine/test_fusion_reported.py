@@ -1,5 +1,7 @@
 """Fusion and precision in one phrase each: what no source reports is neither a pass nor a failure."""
 
+import re
+
 import pytest
 from msgspec import to_builtins
 
@@ -34,6 +36,17 @@ def test_every_kind_of_reason_has_words():
         reason = to_builtins(EngineReason(kind=kind, place="place", got="fused", wanted="mixed"))
         assert engine_reason_text(reason)
         assert engine_reason_text(reason) in precision_summary("unknown", "fp16", reasons=[reason])
+
+
+def test_a_summary_counts_every_gemm():
+    gemms = {
+        "kernels": 4, "quantized": {"fp8": 5}, "other_types": {"up": "fp16"}, "unknown": ["gate"],
+        "unquantized": ["scores", "weighted"],
+    }  # fmt: skip
+    _, *parts = precision_summary("mixed", "fp8/fp16", gemms=gemms).split("; ")
+    assert "5/9 GEMMs" in parts[0]
+    assert sum(int(re.search(r"\b\d+\b", part)[0]) for part in parts) == 9
+    assert "scores" in parts[-1]
 
 
 @pytest.mark.parametrize(
