@@ -314,6 +314,9 @@ class LossRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = ""
     data: Annotated[str, means("where the samples came from")]
     samples: Annotated[Count, means("samples that the loss was measured on")]
+    outside: Annotated[
+        dict[str, str], means("the samples beyond the axes, which were not used, and their sizes")
+    ] = field(default_factory=dict)
     held_out: Annotated[
         bool,
         means("whether these samples were not used for calibration and ranking; a limit holds on both sets"),

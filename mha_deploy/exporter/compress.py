@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,7 @@ from mha_deploy.options import AUTO, ExportOptions, OnName, OnStep, Step, silent
 from mha_deploy.output import copy_file, scratch_folder
 from mha_deploy.runtime.user_code import graph_code
 from mha_deploy.runtime.user_data import Metric, open_samples
+from mha_deploy.text import plural
 
 Part = GemmLayer | AttentionLayer
 """What can be quantized, or stay as it is."""
@@ -97,6 +98,7 @@ class Samples:
     given: Any  # the user's data; None: drawn
     limit: int = 0
     offset: int | None = None  # 0 or 1: every other sample, from there on
+    outside: dict[str, str] = field(default_factory=dict)  # those beyond the axes, and the sizes that are
 
     def split(self) -> tuple[Samples, Samples, bool]:
         """Those to choose by, those that were held out for the loss, and whether these are others."""
@@ -124,12 +126,27 @@ class Samples:
         found = False
         for sample in islice(samples, self.limit or None):
             taken = as_taken(sample, spec, precision)
-            if are_within(taken.sizes, spec.axes):
-                found = True
-                yield taken
+            beyond = [
+                f"{name} = {size}, not {spec.axes[name].min} to {spec.axes[name].max}"
+                for name, size in taken.sizes.items()
+                if not are_within({name: size}, spec.axes)
+            ]
+            if beyond:
+                self.outside[taken.name] = ", ".join(beyond)
+                continue
+            found = True
+            yield taken
         if not found:
-            what, hint = "The data has no sample within the axes of the model.", "samples, or other --axis"
-            raise DeployError(what, got=self.title, hint=f"{hint}; an iterator that is used up gives none")
+            what = "The data has no sample within the axes of the model."
+            got = "; ".join(
+                [self.title, *(f"{name}: {sizes}" for name, sizes in islice(self.outside.items(), 3))]
+            )
+            hint = (
+                "samples of these sizes, or a wider --axis"
+                if self.outside
+                else "samples; an iterator that is used up gives none"
+            )
+            raise DeployError(what, got=got, hint=hint)
 
 
 # -- Calibration ------------------------------------------------------------------------------------
@@ -398,6 +415,7 @@ def quantize(original: Original, options: ExportOptions, on_step: OnName = silen
                 calibration=options.calibration,
                 data=samples.title,
                 samples=count,
+                outside=dict(samples.outside),
                 held_out=is_held_out,
                 outputs=outputs,
                 layers=[
@@ -520,6 +538,10 @@ class CompressedSource(OnnxSource):
         self._before, self.loss = original, record
         self.title, self.summary = original.name, f"{original.name}, compressed: {record.what}"
         self.notes += original.notes
+        if record.outside:
+            name, sizes = next(iter(record.outside.items()))
+            count = plural(len(record.outside), "sample")
+            self.notes.append(f"{count} of {record.data} beyond the axes, not used: {name} has {sizes}")
 
     def graph(self, folder: Path) -> ir.Model:
         """The graph; the file that it is made of becomes a part of the bundle."""

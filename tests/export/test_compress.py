@@ -35,11 +35,11 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bundles(model, tmp_path_factory):
-    """One bundle in each format, made from the same samples."""
+    """One bundle in each format, made from the same samples; for INT8 there is one more that is too long."""
     folder = tmp_path_factory.mktemp("bundles")
     made = {}
-    for name in ("int8", "fp8"):
-        made[name] = md.export(model, folder / name, precision=name, data=samples(), **OPTIONS)
+    for name, data in (("int8", [*samples(), *samples(1, length=17)]), ("fp8", samples())):
+        made[name] = md.export(model, folder / name, precision=name, data=data, **OPTIONS)
     return made
 
 
@@ -116,6 +116,16 @@ def test_the_loss_is_what_an_independent_evaluation_finds(bundles, model, name):
     assert 0 < output.kl < 0.1
     assert {each.name for each in loss.layers} == set(GEMMS)
     assert all(each.alone > 0 for each in loss.layers)
+
+
+def test_samples_beyond_the_axes_are_not_used_and_named(bundles, model, tmp_path):
+    assert not bundles["fp8"].manifest.loss.outside
+    ((name, sizes),) = bundles["int8"].manifest.loss.outside.items()
+    assert "17" in sizes
+    assert any(name in note and sizes in note for note in bundles["int8"].manifest.notes)
+    with pytest.raises(md.DeployError, match="no sample within") as caught:
+        md.export(model, tmp_path / "none", precision="fp8", data=samples(length=17), **OPTIONS)
+    assert "S = 17" in caught.value.got
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
