@@ -866,6 +866,21 @@ def test_a_weight_as_the_query(columns, rows):
     check_heads(g, g.op("MatMul", weights, "x"), (1, 1))
 
 
+@pytest.mark.parametrize("equation", ["btd,dc->btc", "cd,btd->btc", "dc,btd->bct", None])
+def test_scores_of_a_weight_that_are_normalized_over_both_axes(equation):
+    """As a soft mixture of experts: tokens are put into slots, and the results of slots back into tokens."""
+    g = axes_of({"x": ("N", "T", D)})
+    weight = np.random.default_rng(0).standard_normal((3, D) if (equation or "").startswith("c") else (D, 3))
+    given = [g.const(weight), "x"] if (equation or "b")[0] != "b" else ["x", g.const(weight)]
+    scores = g.op("Einsum", *given, equation=equation) if equation else g.op("MatMul", *given)
+    if (equation or "").endswith("ct"):
+        scores = g.op("Transpose", scores, perm=[0, 2, 1])
+    slots = g.op("Einsum", g.op("Softmax", scores, axis=1), "x", equation="btc,btd->bcd")
+    back = g.op("MatMul", g.op("Softmax", scores, axis=2), g.op("Tanh", slots))
+    report = check_same(g.model(g.op("Unsqueeze", back, g.ints(1))))
+    assert (len(report.fused), report.unfused) == (2, ())
+
+
 @pytest.mark.parametrize("squeezed", ["scores", "weights"])
 @pytest.mark.parametrize("spelled", ["products", "einsum"])
 def test_a_pooling_whose_weights_have_no_axis_of_queries(squeezed, spelled):
@@ -995,6 +1010,30 @@ def test_heads_in_the_batch_are_heads(batch):
     check_heads(g, g.op("MatMul", g.op("Softmax", scores), v), (H, H))
 
 
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "joined"])
+def test_a_mask_of_heads_in_the_batch_whose_size_has_another_name(apart):
+    """As BLOOM's ALiBi: `[N * H, 1, T]`, which is added to the scores before they are taken apart."""
+    g = axes_of({name: ("N", S, H * D) for name in "qkv"} | {"slopes": ("NH", 1, S)})
+    halves = [
+        g.op("Transpose", g.op("Reshape", each, g.ints(0, 0, H, D)), perm=[0, 2, 1, 3]) for each in "qkv"
+    ]
+    q, k, v = (g.op("Reshape", each, g.ints(-1, S, D)) for each in halves)
+    scores = g.op("Add", g.op("MatMul", q, g.op("Transpose", k, perm=[0, 2, 1])), "slopes")
+    if apart:
+        scores = g.op("Reshape", scores, g.ints(-1, H, S, S))
+        scores = g.op("Where", g.input("shown", ("N", 1, 1, S), BOOL), scores, g.const(-1e9))
+        weights = g.op("Reshape", g.op("Softmax", scores), g.ints(-1, S, S))
+    else:
+        weights = g.op("Softmax", scores)
+    model = g.model(g.op("Reshape", g.op("MatMul", weights, v), g.ints(-1, H, S, D)))
+    new, report = fused(model)
+    assert [(each.Hq, each.Hkv) for each in report.fused] == [(H, H)]
+    for count in (5 * H, 1):  # a single one is copied to all
+        feeds = random_feeds(model)
+        feeds["slopes"] = np.random.default_rng(1).standard_normal((count, 1, S)).astype(np.float32)
+        np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
+
+
 def test_windows_of_an_unknown_batch():
     """Every fourth window has a mask of its own."""
     g = axes_of({name: ("N", H, S, D) for name in "qkv"})
@@ -1028,6 +1067,14 @@ def test_one_query_by_sums_of_products():
     scores = g.op("ReduceSum", g.op("Mul", "k", "q"), g.ints(-1), keepdims=0)
     weights = g.op("Unsqueeze", g.op("Softmax", scores), g.ints(-1))
     check_heads(g, g.op("ReduceSum", g.op("Mul", weights, "v"), g.ints(1), keepdims=0), (1, 1))
+
+
+def test_one_query_by_sums_of_products_before_an_axis_of_the_batch():
+    """As keys and values that are unfolded around every pixel: `[N, H, D, T, pixels]`."""
+    g = axes_of({"q": ("N", H, D, 1, "P"), "k": ("N", H, D, 9, "P"), "v": ("N", H, D, 9, "P")})
+    weights = g.op("Softmax", g.op("ReduceSum", g.op("Mul", "q", "k"), g.ints(2), keepdims=0), axis=2)
+    products = g.op("Mul", g.op("Unsqueeze", weights, g.ints(2)), "v")
+    check_heads(g, g.op("ReduceSum", products, g.ints(3), keepdims=0), (H, H))
 
 
 def test_one_query_without_an_axis():

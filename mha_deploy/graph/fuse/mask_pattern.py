@@ -1021,6 +1021,7 @@ class ScorePlace:
     def aligned(self, value: ir.Value, axes: Axes) -> ir.Value:
         """A tensor that is aligned to the last axes of scores, as `[B or 1, H or 1, S or 1, T or 1]`."""
         kind, own = value.type, axes[len(axes) - len(sizes_of(value) or ()) :]
+        value = self._copied(value, own)
         if set(axes) == set(self.order):
             value = rejoined(value, own, self.order, self.sizes, self.builder, self.sources)
         else:
@@ -1028,6 +1029,26 @@ class ScorePlace:
         value = self.builder.unsqueeze(value, HEAD_AXIS) if len(self.order) == 3 else value
         value.type = kind
         return value
+
+    def _copied(self, value: ir.Value, axes: Axes) -> ir.Value:
+        """A tensor with all of an axis that is taken apart, where it may have a single entry for it."""
+        dims = sizes_of(value) or []
+        whole = {
+            at: product(self.sizes[letter] for letter in axis)
+            for at, (axis, size) in enumerate(zip(axes, dims, strict=True))
+            if len(axis) > 1 and axis not in self.order and not isinstance(size, int)
+        }
+        short = {at: size for at, size in whole.items() if dims[at] != size}
+        if not short:
+            return value
+        counts = [
+            _at_run_time([self._size(each, {}) for each in axis], self.builder) if at in short else 1
+            for at, axis in enumerate(axes)
+        ]
+        result = self.builder.expand(value, *counts)
+        result.type = value.type
+        result.shape = ir.Shape([short.get(at, size) for at, size in enumerate(dims)])
+        return result
 
     def _regrouped(self, value: ir.Value, axes: Axes, letters: str) -> ir.Value:
         """The same for a tensor of scores, of these letters, whose axes are joined in another way."""
@@ -1090,11 +1111,15 @@ class Sources:
         """The size of an axis, or of some that are joined; None where nothing has them apart."""
         if not set(letters) <= set(self._places):
             return None
-        sizes = [builder.size(*self._places[letter]) for letter in letters]
-        if len(sizes) == 1:
-            return sizes[0]
-        tensors = map(builder.as_tensor, sizes)
-        return functools.reduce(lambda one, other: builder.op("Mul", one, other, name="size"), tensors)
+        return _at_run_time([builder.size(*self._places[letter]) for letter in letters], builder)
+
+
+def _at_run_time(sizes: Sequence[int | ir.Value], builder: NodeBuilder) -> int | ir.Value:
+    """The product of sizes."""
+    if len(sizes) == 1:
+        return sizes[0]
+    tensors = map(builder.as_tensor, sizes)
+    return functools.reduce(lambda one, other: builder.op("Mul", one, other, name="size"), tensors)
 
 
 def rejoined(

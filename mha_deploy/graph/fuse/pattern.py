@@ -721,9 +721,15 @@ def _check_spread(node: ir.Node, inner: ir.Value | None, other: ir.Value, scores
     dims = sizes_of(other) or []
     for at, size in enumerate(dims, len(before) - len(dims)):
         if size not in (1, before[at]) and not isinstance(before[at], int):
-            scores.wider.append(Wider(scores.axes[at], other, at - len(before) + len(dims)))
+            if not _holds_heads(before, at):
+                scores.wider.append(Wider(scores.axes[at], other, at - len(before) + len(dims)))
             if before[at] != after[at] and None not in (before[at], after[at]):
                 scores.alphabet.take_for(after[at], before[at])
+
+
+def _holds_heads(sizes: Sequence[Size], at: int) -> bool:
+    """Whether an axis of scores is a batch such as `8*B`, which is never 1: no mask is larger there."""
+    return at < len(sizes) - 2 and isinstance(size := sizes[at], str) and factors_of(size)[0] > 1
 
 
 def _add(node: ir.Node, scores: Scores) -> ir.Value | None:

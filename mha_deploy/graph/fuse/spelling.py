@@ -1301,7 +1301,10 @@ def _before_tiling(value: ir.Value | None, builder: NodeBuilder) -> ir.Value | N
 def _summed_with_vector(
     node: ir.Node, given: Sequence[ir.Value | None], summed: int | None, builder: NodeBuilder
 ) -> ir.Value | None:
-    """The same where only one is copied: the scores of a single query, or its result."""
+    """The same where only one is copied: the scores of a single query, or its result.
+
+    Axes of the batch may lie anywhere, as behind keys that a convolution's unfolding gives.
+    """
     total, whole = node.outputs[0], sizes_of(node.inputs[0])
     for at in (0, 1):
         vector, matrix = given[at], given[1 - at]
@@ -1309,23 +1312,34 @@ def _summed_with_vector(
         broadcast = [
             axis for axis, pair in enumerate(zip(own, other, strict=True)) if pair[0] == 1 != pair[1]
         ]
-        last = len(own) - 1
-        if vector is None or matrix is None or len(own) < 2 or other != whole:
+        if vector is None or matrix is None or summed is None or other != whole:
             continue
-        order = [*range(last - 1), last, last - 1]
-        transposed = _typed(builder.transpose(vector, *order), vector.dtype, [own[axis] for axis in order])
-        if (summed, broadcast) == (last, [last - 1]) and _feeds_softmax(total):
-            pair = (matrix, transposed)
-        elif (summed, broadcast) == (last - 1, [last]) and _is_weights(vector):
-            pair = (transposed, matrix)
+        if len(broadcast) != 1 or broadcast[0] == summed:
+            continue
+        copied, weights = broadcast[0], _is_weights(vector)
+        batch = [axis for axis in range(len(own)) if axis not in (summed, copied)]
+        rows, columns = [*batch, copied, summed], [*batch, summed, copied]
+        if _feeds_softmax(total) and (copied < summed or not weights):
+            pair, order = (_ordered(matrix, rows, builder), _ordered(vector, columns, builder)), rows
+        elif weights:
+            pair, order = (_ordered(vector, rows, builder), _ordered(matrix, columns, builder)), columns
         else:
             continue
-        sizes = [1 if axis == summed else size for axis, size in enumerate(other)]
+        sizes = [1 if axis == summed else other[axis] for axis in order]
         gemm = _typed(builder.op("MatMul", *pair), total.dtype, sizes)
+        gemm = _ordered(gemm, [order.index(axis) for axis in range(len(order))], builder)
         if node.attributes.get_int("keepdims", 1):
             return gemm
-        return _like(builder, total, "Squeeze", gemm, builder.ints(summed or 0))
+        return _like(builder, total, "Squeeze", gemm, builder.ints(summed))
     return None
+
+
+def _ordered(value: ir.Value, order: Sequence[int], builder: NodeBuilder) -> ir.Value:
+    """A value with its axes in another order."""
+    if list(order) == sorted(order):
+        return value
+    sizes = sizes_of(value) or []
+    return _typed(builder.transpose(value, *order), value.dtype, [sizes[axis] for axis in order])
 
 
 def _only_one(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -1365,20 +1379,54 @@ def _is_learned_query(matmul: ir.Node, at: int) -> bool:
         return False
     if queries == 1:
         return _feeds_softmax(scores)
-    count, value = rank(scores) or 0, scores
-    rows = count - 1 - at
+    return _is_normalised_over(scores, (rank(scores) or 0) - 1 - at)
+
+
+def _is_normalised_over(scores: ir.Value, axis: int) -> bool:
+    """Whether a softmax of scores runs over this axis; others of them may run over another."""
+    count, pending = rank(scores) or 0, [(scores, axis)]
     for _ in range(_MAX_DEPTH):
-        users = [user for user, _ in value.uses() if not is_op(user, "Shape")]
-        if len(users) != 1 or rank(users[0].outputs[0]) != count:
-            return False
-        if is_op(users[0], "Softmax"):
-            return users[0].attributes.get_int("axis", -1) % count == rows
-        if is_op(users[0], "Transpose"):
-            rows = perm(users[0]).index(rows)
-        elif not is_op(users[0], "Add", "Sub", "Mul", "Div", "Where", "Cast", "Identity"):
-            return False
-        value = users[0].outputs[0]
+        if not pending:
+            break
+        value, at = pending.pop(0)
+        for user, _ in value.uses():
+            if rank(user.outputs[0]) != count:
+                continue
+            if is_op(user, "Softmax") and user.attributes.get_int("axis", -1) % count == at:
+                return True
+            if is_op(user, "Transpose"):
+                pending.append((user.outputs[0], perm(user).index(at)))
+            elif is_op(user, "Add", "Sub", "Mul", "Div", "Where", "Cast", "Identity"):
+                pending.append((user.outputs[0], at))
     return False
+
+
+def _einsum_with_weight(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """An einsum of keys and a weight of learned queries, as a matmul."""
+    (texts, out), output = equation_of(node), node.outputs[0]
+    at = next((at for at, each in enumerate(node.inputs) if not _is_computed(each)), 0)
+    value, weight = node.inputs[1 - at] if len(node.inputs) == 2 else None, node.inputs[at]
+    if value is None or weight is None or constant(weight) is None or rank(weight) != 2 or len(out) < 3:
+        return None
+    text, pair = texts[1 - at], texts[at]
+    if len(pair) != 2:
+        return None
+    summed, query = sorted(pair, key=lambda letter: letter in out)
+    rest = text.replace(summed, "")
+    if sorted(rest + query) != sorted(out) or len({*text, query}) != len(text) + 1 or summed not in text:
+        return None
+    if not any(_is_normalised_over(output, out.index(letter)) for letter in rest):
+        return None
+    keys = _ordered(value, [text.index(letter) for letter in rest + summed], builder)
+    queries = _ordered(weight, [pair.index(letter) for letter in summed + query], builder)
+    sizes = [(sizes_of(output) or [None] * len(out))[out.index(letter)] for letter in rest + query]
+    whole = _typed(
+        builder.unsqueeze(queries, *range(len(out) - 2)),
+        weight.dtype,
+        [*[1] * (len(out) - 2), *(sizes_of(queries) or ())],
+    )
+    gemm = _typed(builder.op("MatMul", keys, whole), output.dtype, sizes)
+    return _ordered(gemm, [(rest + query).index(letter) for letter in out], builder)
 
 
 def _with_vector(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -2151,5 +2199,5 @@ _RULES |= dict.fromkeys(_COMPARED, (_condition,)) | {"Cast": (_unchanged, _condi
 _RULES_OF_RANKS: dict[str, Sequence[Rule]] = {
     "MatMul": (_matmul,),
     "Gemm": (_without_gemm,),
-    "Einsum": (_einsum_of_matrices,),
+    "Einsum": (_einsum_of_matrices, _einsum_with_weight),
 }
