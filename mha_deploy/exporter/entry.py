@@ -131,6 +131,8 @@ def prune_model(
         raise DeployError("Either heads or kv_heads is needed.", got=got, hint="--heads 8, or --kv-heads 2")
     if heads is not None and heads != AUTO_HEADS and not str(heads).isdecimal():
         raise DeployError("heads is a number, or auto.", got=heads, hint="--heads 8")
+    if heads == AUTO_HEADS and options.max_loss is None:
+        raise DeployError("--heads auto needs a limit.", got="no --max-loss", hint="--max-loss 0.01")
     limits: dict[str, Any] = {name: getattr(options, name) for name in ("max_loss", "data", "data_limit")}
     limits["metric"] = options.metric
     limits["on_step"] = uncounted(on_step)

@@ -278,9 +278,6 @@ def prune(
     on_step: OnName = silent,
 ) -> Compression:
     """The model with so many query heads in each attention, or with as few as the loss permits."""
-    if heads == AUTO_HEADS and max_loss is None:
-        what, hint = "--heads auto needs a limit.", "--max-loss 0.01"
-        raise DeployError(what, got="no --max-loss", hint=hint)
     figure = None if metric is None else Metric(metric)
     with graph_code(f"graph {original.name}"):
         original, found, samples = _opened(original, data, data_limit)

@@ -93,6 +93,13 @@ def test_a_head_that_is_needed_does_not_go(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_heads_without_a_limit_are_refused_before_the_work_begins(tmp_path):
+    steps = []
+    with pytest.raises(md.DeployError, match="limit"):
+        md.prune("tiny-mha", tmp_path / "out", heads="auto", on_step=lambda name, *_: steps.append(name))
+    assert steps == []
+
+
 def test_the_number_of_heads_and_its_loss(tmp_path):
     model = transformer(tmp_path / "model.onnx")
     bundle = md.prune(model, tmp_path / "out", heads=2, data=samples(3), **OPTIONS)
