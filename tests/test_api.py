@@ -132,6 +132,10 @@ def test_an_axis_with_two_sizes_is_named_where_the_run_fails(bundles):
         assert runner.run(inputs)["output"].shape[:2] == (2, 8)
         with pytest.raises(md.DeployError, match="Axis B has two sizes"):
             runner.run({**inputs, "key_lengths": inputs["key_lengths"].repeat(2)[:3]})
+        for lengths in ([8, 9], [-1, 8]):
+            with pytest.raises(md.DeployError) as caught:
+                runner.run({**inputs, "key_lengths": np.array(lengths, inputs["key_lengths"].dtype)})
+            assert "0 to 8" in caught.value.hint
 
 
 # -- models and export ---------------------------------------------------------------------------

@@ -228,6 +228,12 @@ class AttentionSpec(ModelSpec):
             tensors.append(self._tensor(LENGTHS, "B", kind=INT32))
         return tuple(tensors)
 
+    @property
+    def lengths(self) -> dict[str, tuple[str, int]]:
+        """Inputs that count valid keys, with the input and the dimension that have them all."""
+        is_counted = self.mask == "padding" and self.cache == "none"
+        return {"key_lengths": ("key" if self.is_cross else "x", 1)} if is_counted else {}
+
     @cached_property
     def outputs(self) -> tuple[TensorSpec, ...]:
         """The outputs of the layer, in the order of the graph."""

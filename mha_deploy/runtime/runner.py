@@ -73,6 +73,8 @@ class Runner(Closing, ABC):
     inputs: Mapping[str, TensorInfo]
     outputs: Mapping[str, TensorInfo]
     axes: Mapping[str, Axis] = {}  # of a bundle, the ranges that it was exported for
+    # Of a catalog layer, inputs that count valid keys, with the input and the dimension that have them all
+    lengths: Mapping[str, tuple[str, int]] = {}
     device: str = "cpu"  # where it computes: `cpu`, or the name of the GPU
     accumulate: str | None = None  # what its GEMMs accumulate in: `fp32` or `fp16`; None: not known
     can_decode: bool = False  # whether it keeps a KV cache on its device and has a `decode_loop`
@@ -105,7 +107,7 @@ class Runner(Closing, ABC):
         return feeds
 
     def refuse_sizes(self, feeds: Arrays) -> None:
-        """Refuse sizes beyond the ranges of the axes: nothing there was ever verified."""
+        """Refuse sizes beyond the ranges of the axes, which nothing verified, and keys that are not there."""
         for name, array in feeds.items():
             dims = self.inputs[name].dims if name in self.inputs else ()
             for dim, size in zip(dims, array.shape, strict=False):
@@ -114,6 +116,12 @@ class Runner(Closing, ABC):
                     what, got = f"Axis {dim} does not allow this size.", f"{dim}={size} of input {name}"
                     hint = f"a size from {axis.min} to {axis.max}; or export it with --axis {dim}=min:opt:max"
                     raise DeployError(what, got=got, hint=hint)
+        for name, (source, at) in self.lengths.items():
+            found, keys = (np.asarray(feeds.get(each, ())) for each in (name, source))
+            most = keys.shape[at] if keys.ndim > at else 0
+            if most and found.size and not 0 <= found.min() <= found.max() <= most:
+                what, got = "A batch element has no such number of keys.", f"{name} {found.tolist()}"
+                raise DeployError(what, got=got, hint=f"from 0 to {most}, as input {source} has")
 
     def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
         """How long one call takes with inputs that are on the device already."""

@@ -28,6 +28,7 @@ from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.graph.canonical import open_checked
 from mha_deploy.graph.file import graph_from_proto, load_graph
 from mha_deploy.judge import Accumulation
+from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.source import describe
 from mha_deploy.runtime import RUNNERS, available_cpu_backend, child, open_runner
@@ -305,7 +306,8 @@ def open_any_runner(model: Any, backend: str | None) -> Runner:
         opened = model if isinstance(model, Bundle) else open_checked(model)
         name = backend or available_cpu_backend(opened.manifest.precision)
         runner = RuntimeFinder(opened).named(name).open()
-        runner.axes = opened.manifest.spec.axes
+        spec = opened.manifest.spec
+        runner.axes, runner.lengths = spec.axes, spec.lengths if isinstance(spec, AttentionSpec) else {}
         return runner
     graph = graph_from_proto(model) if isinstance(model, onnx.ModelProto) else model
     graph = load_graph(graph) if isinstance(graph, Path) else graph
