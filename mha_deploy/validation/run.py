@@ -350,9 +350,9 @@ class _Validator:
             try:
                 build(graph)
             except DeployError as error:
-                if error.exit_code != EXIT_VERDICT_FAILED:
+                if error.exit_code != EXIT_VERDICT_FAILED and not isinstance(error, LoweringError):
                     raise
-                self.not_built = error  # it crashed, or no fused kernel takes the attention
+                self.not_built = error  # it crashed, or TensorRT, the plugin or its kernels lack something
             self.finder.look_for_engines()
         engines = self.finder.running_engines()
         plan = self._with_drawn_cases(plan, engines) if engines else plan

@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 
+import onnx
 import pytest
 from bundle_edit import copy_of, edit_manifest
 
@@ -106,6 +107,34 @@ def test_deploy_reports_the_graph_where_no_engine_can_be_built(run_cli, tmp_path
     assert (verdict["outcome"], kinds) == ("failed", ["engine not built"])
     assert [each["outcome"] for run in report["parity"] for each in run["verdicts"]].count("passed") > 4
     assert "--allow-decomposed" in (target / "report.html").read_text()
+
+
+REFUSED = """
+<ir_version: 10, opset_import: ["" : 18]>
+g (float[B,4,S,8] q, float[B,4,S,8] k, float[B,4,S,8] v) => (float[B,4,S,8] y)
+<int64[2] axes = {0, 1}, float zero = {0.0}> {
+   kt = Transpose <perm = [0, 1, 3, 2]> (k)
+   s = MatMul (q, kt)
+   p = Softmax <axis = -1> (s)
+   h = MatMul (p, v)
+   places = NonZero (v)
+   numbers = Cast <to = 1> (places)
+   sum = ReduceSum <keepdims = 0> (numbers, axes)
+   none = Mul (sum, zero)
+   y = Add (h, none)
+}"""
+
+
+@needs_rtx
+def test_deploy_reports_a_graph_that_the_parser_refuses(run_cli, tmp_path):
+    onnx.save(onnx.parser.parse_model(REFUSED), tmp_path / "in.onnx")
+    options = ("--precision", "fp32", "--axis", "B=1:2:4", "--axis", "S=1:8:16", "--allow-decomposed")
+    done = run_cli("deploy", tmp_path / "in.onnx", "-o", tmp_path / "b", *options)
+    assert done.code == 1
+    assert "NonZero" in done.out
+    verdict = json.loads((tmp_path / "b" / "report.json").read_text())["verdict"]
+    kinds = [each["kind"] for each in verdict["findings"] if each["level"] == "failure"]
+    assert (verdict["outcome"], kinds) == ("failed", ["engine not built"])
 
 
 @needs_rtx

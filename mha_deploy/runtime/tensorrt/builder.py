@@ -23,6 +23,7 @@ from mha_deploy.runtime.tensorrt.engine_runner import Profile, TensorRTRunner, l
 from mha_deploy.runtime.tensorrt.kernels import EngineTensor, Kernel, LargeTensor, dtype_of
 from mha_deploy.runtime.tensorrt.versions import (
     EngineError,
+    GraphRefusedError,
     Message,
     NotFusedError,
     TensorRT,
@@ -199,7 +200,7 @@ def parse_into(rt: TensorRT, parser: Any, path: Path, names: NodeNames) -> None:
     if "zero point" in got.lower():
         hint = "quantize symmetrically: of ONNX Runtime's quantize_static, extra_options="
         hint += '{"ActivationSymmetric": True, "WeightSymmetric": True} with QInt8 for both'
-    raise EngineError(f"The ONNX parser of {rt.title} refuses the graph.", got=got, hint=hint)
+    raise GraphRefusedError(f"The ONNX parser of {rt.title} refuses the graph.", got=got, hint=hint)
 
 
 def constrain_types(rt: TensorRT, network: Any, types: Mapping[str, str], precision: str) -> None:

@@ -25,6 +25,12 @@ class NotFusedError(EngineError):
     exit_code = EXIT_VERDICT_FAILED
 
 
+class GraphRefusedError(EngineError):
+    """The parser takes no such node: a verdict, since the graph is valid."""
+
+    exit_code = EXIT_VERDICT_FAILED
+
+
 # -- The module and its capabilities ---------------------------------------------------------------
 
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
