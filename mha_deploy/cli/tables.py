@@ -357,7 +357,8 @@ def _nodes_table(manifest: EngineManifest) -> Table:
         evidence = kernels[0] or _why(node.reasons) if len(set(kernels)) == 1 else without_hash(kernels[0])
         names = summarize_names([each.node for each in group], joint="\n")
         status = Cell(text=str(node.status), status=tables.FUSION[str(node.status)])
-        rows.append((names, manifest.profile_name(node.profile), status, f"{evidence} [{node.source}]"))
+        evidence = f"{evidence} [{tables.sources_text(node.source)}]"
+        rows.append((names, manifest.profile_name(node.profile), status, evidence))
     brief = "!" if all(len(group[0].node) <= _NAME_WIDTH for group in groups) else ""
     return table("", (f"{brief}attention", "#profile", "verdict", "evidence"), rows)
 
@@ -413,7 +414,8 @@ def _both(disagreement: Disagreement) -> str:
     node, one = disagreement.node, disagreement.profile
     place = "precision" if node is None else f"{node}, profile {one}"
     claims = [
-        f"the {each.source} reports {each.status}" + (f" ({', '.join(each.kernels)})" if each.kernels else "")
+        f"the {tables.sources_text(each.source)} reports {each.status}"
+        + (f" ({', '.join(each.kernels)})" if each.kernels else "")
         for each in disagreement.claims
     ]
     return f"{place}: {', but '.join(claims)}"

@@ -446,7 +446,14 @@ def report_page(data: Data) -> str:
     levels, places = ("failure", "warning", "note"), {"precision": "fusion", "engine": "fusion"}
     places |= {each.name: each.name for each in sections}
     shown = sorted(tables.shown_findings(data["verdict"]), key=lambda each: levels.index(each["level"]))
-    findings = [{**each, "place": places.get(each["section"], "")} for each in shown]
+    findings = [
+        {
+            **each,
+            "text": each["text"].removeprefix(f"{each['section']} "),  # it stands before the text
+            "place": places.get(each["section"], ""),
+        }
+        for each in shown
+    ]
     model, figures = data["model"], key_figures(data)
     title = f"{data['verdict']['outcome'].upper()}: {model['name']} {tables.types_of(data)}"
     context = {"title": title, "report": data, "findings": findings, "figures": figures, "absent": absent}

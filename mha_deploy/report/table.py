@@ -708,6 +708,11 @@ def engine_summary(engine: Data) -> str:
 _SOURCES = {"log": "build log", "plan": "engine", "inspector": "inspector", "profile": "profiler"}
 
 
+def sources_text(source: str) -> str:
+    """What detected whether an attention is fused, in words: `build log, engine` for `log+plan`."""
+    return ", ".join(_SOURCES.get(each, each) for each in source.split("+"))
+
+
 def fusion_table(engines: Sequence[Data]) -> Table:
     """A row for every attention node and profile of every engine."""
     groups = []
@@ -732,8 +737,7 @@ def fusion_table(engines: Sequence[Data]) -> Table:
             kernels = Cell(text="\n".join(node["kernels"]), status="code") if node["kernels"] else None
             name = Cell(text=node["node"], status="code")
             why = "; ".join(map(engine_reason_text, node["reasons"]))
-            evidence = ", ".join(_SOURCES.get(each, each) for each in node["source"].split("+"))
-            rows.append((name, profile, status, kernels, evidence, why))
+            rows.append((name, profile, status, kernels, sources_text(node["source"]), why))
         named = f"{engine['name']} " if engine["name"] != engine["backend"] else ""
         title = f"{named}{engine['backend']} {engine['version']}"
         groups.append(Group(title=title, about=" · ".join(filter(None, about)), rows=rows))

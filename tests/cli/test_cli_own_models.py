@@ -139,14 +139,14 @@ def node_rows(nodes):
 
 def test_attentions_of_one_kernel_are_one_row():
     first, more = node_rows(NODES)
-    assert first == f"blocks.0.attention 0 fused {NODES[0].kernels[0]} [log+plan]"
+    assert first == f"blocks.0.attention 0 fused {NODES[0].kernels[0]} [build log, engine]"
     assert more == "and 2 more"
 
 
 def test_a_hash_is_shown_only_where_it_is_the_same():
     other = msgspec.structs.replace(NODES[2], kernels=("_gemm_mha_v2_0x" + "ab" * 16,))
     first, more = node_rows([*NODES[:2], other])
-    assert first == "blocks.0.attention 0 fused _gemm_mha_v2_… [log+plan]"
+    assert first == "blocks.0.attention 0 fused _gemm_mha_v2_… [build log, engine]"
     assert more == "and 2 more"
 
 

@@ -188,6 +188,15 @@ def test_what_was_not_run_is_said_in_one_sentence():
     assert "Not part of this run: Error maps, Invariance, Mask conformance, FP16 range." in text
 
 
+def test_the_section_of_a_finding_is_not_said_twice():
+    data = fresh("cpu-only")
+    finding = {**data["verdict"]["findings"][0], "section": "engine", "text": "engine e was not run"}
+    data["verdict"]["findings"] = [finding]
+    text = Reader(report_page(data)).text
+    assert "engine e was not run" in text
+    assert "engine engine" not in text
+
+
 def test_a_run_of_nothing_still_makes_a_page():
     text = read("empty").text
     assert "No result was compared in this run." in text
