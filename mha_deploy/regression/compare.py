@@ -16,6 +16,7 @@ from mha_deploy.engine.engine import Engine, engines_of, open_engine
 from mha_deploy.errors import BundleError, DeployError, nearest
 from mha_deploy.files import as_plain, read_json
 from mha_deploy.judge import ParityReport
+from mha_deploy.model.precision import EIGHT_BITS
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import Limits
 from mha_deploy.output import IsOurs, is_junit, is_page, write_files
@@ -155,6 +156,11 @@ def _from_data(data: Any, name: str, runtime: str) -> Side:
             found = [{"environment": data.get("environment"), **entry} for entry in data["models"]]
         if kind != "matrix":
             found = [{**each, **{key: each["model"][key] for key in ("name", "precision")}} for each in found]
+        loss = [(each.get("loss") or {}).get("what") for each in found]
+        found = [
+            {**each, "precision": _types(each["precision"], what)}
+            for each, what in zip(found, loss, strict=True)
+        ]
         results = tuple(_with_shown_status(msgspec.convert(each, ModelResult)) for each in found)
         created = msgspec.convert(data.get("created", ""), str)
     except (msgspec.ValidationError, TypeError, AttributeError, KeyError) as failure:
@@ -164,6 +170,11 @@ def _from_data(data: Any, name: str, runtime: str) -> Side:
         known = {cell.get("runtime", "") for cell in data["cells"]} if kind == "matrix" else set[str]()
         raise DeployError("No cell has this runtime.", got=name, hint=nearest(runtime, known))
     return Side(name=name, kind=kind, results=results, created=created)
+
+
+def _types(precision: str, what: str | None) -> str:
+    """The precision of a model, with the type that its GEMMs are quantized to: `fp8/fp16`."""
+    return f"{what}/{precision}" if what in EIGHT_BITS else precision
 
 
 def _with_shown_status(result: ModelResult) -> ModelResult:
@@ -222,7 +233,8 @@ def _from_bundle(bundle: Bundle) -> Side:
         attention=len(manifest.attention),
         graph_bytes=sum(entry.bytes for name, entry in manifest.files.items() if "model.onnx" in name),
     )
-    result = ModelResult(**{**found, "model": model, "name": model.name, "precision": model.precision})
+    precision = _types(model.precision, None if manifest.loss is None else manifest.loss.what)
+    result = ModelResult(**{**found, "model": model, "name": model.name, "precision": precision})
     return Side(name=str(bundle.path), kind="bundle", results=(result,), created=created)
 
 
@@ -903,14 +915,16 @@ def _not_the_same(old: ModelResult, new: ModelResult) -> dict[str, tuple[str, st
     found = {}
     models, (one, two) = [each.name for each in (old, new)], [_spec(each) for each in (old, new)]
     own = (one.keys() & two.keys()) - {"axes", "name", "summary", "factory", "weight_bytes", "cache"}
+    if old.precision != new.precision:
+        found["precision"] = old.precision, new.precision
+    # Of a quantized model the weights are others, and it is described by its graph.
+    is_quantized = any("/" in each.precision for each in (old, new)) and bool(found)
     if models[0] != models[1]:
         found["model"] = models[0], models[1]
-    elif differing := sorted(key for key in own if one[key] != two[key]):
+    elif not is_quantized and (differing := sorted(key for key in own if one[key] != two[key])):
         if one.get("summary") != two.get("summary"):
             differing = ["summary", *differing]
         found["model"] = _attributes(one, differing), _attributes(two, differing)
-    if old.precision != new.precision:
-        found["precision"] = old.precision, new.precision
     gpus = [_gpu_of(each) for each in (old, new)]
     if all(gpus) and gpus[0] != gpus[1]:
         found["GPU"] = gpus[0], gpus[1]
@@ -947,11 +961,15 @@ def _gap_changes(old: ModelResult, new: ModelResult, names: Mapping[str, str]) -
     ran = {names.get(each.name, each.name) for each in new.engines or () if each.ran}
     known = {each.name for each in old.engines or ()}
     added = [gap for gap in gaps[1].values() if not any(map(gap.is_within, gaps[0].values()))]
+    resized = _resized(old, new)
     for key in dict.fromkeys([*gaps[0], *gaps[1]]):
         before, after = gaps[0].get(key), gaps[1].get(key)
         shown = [NOTHING if gap is None else gap_text(gap) for gap in (before, after)]
         subject = f"not verified: {shown[0] if after is None else shown[1]}"
-        if before is None and after is not None and after.kind is Kind.NOT_RUN and after.name not in known:
+        about = before or after
+        if before != after and about is not None and resized & about.spans.keys():
+            yield Change("coverage", subject, NOT_COMPARABLE, shown[0], shown[1], "other axes")
+        elif before is None and after is not None and after.kind is Kind.NOT_RUN and after.name not in known:
             yield Change("coverage", subject, CHANGED, shown[0], shown[1], "it is new, and was not run")
         elif before is None:
             level, why = REGRESSION, "not verified any more"
@@ -969,6 +987,13 @@ def _gap_changes(old: ModelResult, new: ModelResult, names: Mapping[str, str]) -
             if level is not REGRESSION and after in added and after.spans != before.spans:
                 level = CHANGED
             yield Change("coverage", subject, level, *shown)
+
+
+def _resized(old: ModelResult, new: ModelResult) -> set[str]:
+    """The axes of both whose ranges are not the same: which of their sizes are run depends on the range."""
+    found = [_spec(each).get("axes") for each in (old, new)]
+    one, two = (axes if isinstance(axes, Mapping) else {} for axes in found)
+    return {axis for axis in one.keys() & two.keys() if one[axis] != two[axis]}
 
 
 def _with_old_names(old: ModelResult, new: ModelResult) -> ModelResult:
@@ -1062,7 +1087,7 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
     owners = {item.owner for item in after.values()}
     measured = {(item.owner, item.cases) for item in after.values()}
     # Which cases are drawn depends on the axes, and which probes there are on the precision.
-    redrawn = {"fresh": "drawn for other axes"} if _spec(old).get("axes") != _spec(new).get("axes") else {}
+    redrawn = {"fresh": "drawn for other axes"} if _resized(old, new) else {}
     redrawn |= {"probe": "another precision"} if "precision" in other else {}
     reported = set[str]()
     for (section, subject), first in before.items():

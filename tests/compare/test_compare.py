@@ -268,6 +268,7 @@ NOT_THE_SAME = {
     "model": lambda d: d["model"].update(name="other"),
     "model of that name": lambda d: d["model"]["spec"].update(Hkv=4),
     "precision": lambda d: d["model"].update(precision="bf16"),
+    "precision of GEMMs": lambda d: (d.update(loss={"what": "fp8"}), d["model"]["spec"].update(seed=1)),
     "GPU": lambda d: d["latency"].update(gpu="another GPU"),
 }
 
@@ -285,6 +286,19 @@ def test_what_is_not_the_same_is_not_comparable_and_said_first(name):
     assert {name.split()[0], "not comparable"} <= {str(getattr(cell, "text", cell)) for cell in first}
     attributes = [change for change in found.changes if change.subject.startswith("model: ")]
     assert bool(attributes) == (name != "model")
+
+
+def test_sizes_that_are_not_covered_of_a_wider_range_are_not_comparable():
+    old, new = passing(), passing()
+    gap = {"kind": "sizes not covered", "axis": "B", "end": "max"}
+    for data, least, most in ((old, 20, 32), (new, 50, 99)):
+        data["verdict"]["not_verified"] = [{**gap, "least": least, "most": most}]
+    assert md.compare(old, new).regressions
+    axes = new["model"]["spec"]["axes"]
+    new["model"]["spec"] = {**new["model"]["spec"], "axes": {**axes, "B": {**axes["B"], "max": 99}}}
+    found = md.compare(old, new)
+    assert not found.regressions
+    assert found.outcome == "not verified"
 
 
 @pytest.mark.parametrize(("cases", "other"), [("fresh", "axes"), ("probe", "precision")])
