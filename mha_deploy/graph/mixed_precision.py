@@ -493,6 +493,21 @@ def mask_values(graph: ir.Graph, data: set[ir.Value]) -> set[ir.Value]:
     return masks
 
 
+def numbers_in_masks(graph: ir.Graph, masks: set[ir.Value]) -> dict[ir.Value, ValueRange]:
+    """The numbers beyond FP16 that constants may put into a mask, also where no case masks a key."""
+    found = dict[ir.Value, float]()
+    for node in graph:
+        outputs = [value for _, value in float_outputs(node) if value in masks]
+        if not outputs or not is_op(node, *_MASK_OPERATORS):
+            continue
+        for _, value in float_inputs(node):
+            array = None if is_op(node, "Clip", "Min", "Max") else constant_of(value)  # a bound is no mask
+            number = found.get(value, 0.0) if array is None else _farthest(array, np.abs(array) > FP16_MAX)
+            if number:
+                found |= {each: max(abs(number), found.get(each, 0.0)) for each in outputs}
+    return {value: range_of(np.array([-number])) for value, number in found.items()}
+
+
 def producers_within(
     value: ir.Value, within: set[ir.Value], seen: set[ir.Node] | None = None
 ) -> Iterator[ir.Node]:
@@ -607,6 +622,7 @@ class Planner:
         self._end = f"and FP16 ends at {FP16_MAX:,.0f} (kept in FP32 from {self._limit:,.0f} on)"
         self._data = data_values(work.graph)
         self._masks = mask_values(work.graph, self._data)
+        self._numbers = numbers_in_masks(work.graph, self._masks)
         self._kept: dict[ir.Node, KeptReason] = {}
         self._fully_masked: dict[str, float] = {}
         self._constants: dict[ir.Value, ValueRange] = {}
@@ -685,7 +701,7 @@ class Planner:
         if measured is None:
             what, hint = "The ranges were not measured on this graph.", "measure_ranges(model, cases)"
             raise DeployError(what, got=value.name, hint=hint)
-        return measured
+        return measured.joined(self._numbers[value]) if value in self._numbers else measured
 
     def _sentinel(self, value: ir.Value) -> float:
         """The number beyond FP16 that may be clamped, since it is a mask value or a bound; 0 for none."""
