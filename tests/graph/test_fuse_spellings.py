@@ -1010,10 +1010,11 @@ def test_heads_in_the_batch_are_heads(batch):
     check_heads(g, g.op("MatMul", g.op("Softmax", scores), v), (H, H))
 
 
+@pytest.mark.parametrize("batch", ["N", 5])
 @pytest.mark.parametrize("apart", [True, False], ids=["apart", "joined"])
-def test_a_mask_of_heads_in_the_batch_whose_size_has_another_name(apart):
+def test_a_mask_of_heads_in_the_batch_whose_size_has_another_name(apart, batch):
     """As BLOOM's ALiBi: `[N * H, 1, T]`, which is added to the scores before they are taken apart."""
-    g = axes_of({name: ("N", S, H * D) for name in "qkv"} | {"slopes": ("NH", 1, S)})
+    g = axes_of({name: (batch, S, H * D) for name in "qkv"} | {"slopes": ("NH", 1, S)})
     halves = [
         g.op("Transpose", g.op("Reshape", each, g.ints(0, 0, H, D)), perm=[0, 2, 1, 3]) for each in "qkv"
     ]
@@ -1021,7 +1022,7 @@ def test_a_mask_of_heads_in_the_batch_whose_size_has_another_name(apart):
     scores = g.op("Add", g.op("MatMul", q, g.op("Transpose", k, perm=[0, 2, 1])), "slopes")
     if apart:
         scores = g.op("Reshape", scores, g.ints(-1, H, S, S))
-        scores = g.op("Where", g.input("shown", ("N", 1, 1, S), BOOL), scores, g.const(-1e9))
+        scores = g.op("Where", g.input("shown", (batch, 1, 1, S), BOOL), scores, g.const(-1e9))
         weights = g.op("Reshape", g.op("Softmax", scores), g.ints(-1, S, S))
     else:
         weights = g.op("Softmax", scores)
