@@ -859,8 +859,8 @@ def deploy(
         options: The fields of `mha_deploy.options.ExportOptions`, and some of `EngineOptions`.
 
     Returns:
-        The bundle, its engine and the report. An attention without a fused kernel, or a build that crashes,
-        is a failure in the report, and the engine is None.
+        The bundle, its engine and the report. An attention without a fused kernel, a graph that TensorRT
+        refuses, or a build that crashes, is a failure in the report, and the engine is None.
 
     Raises:
         BackendUnavailable: No engine can be built here as requested; raised before the export.
