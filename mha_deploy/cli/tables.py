@@ -679,10 +679,10 @@ def self_test_verdict(result: SelfTest) -> Text:
 def bisection_renderable(found: Bisection) -> RenderableType:
     """Where the first wrong result is."""
     runs = plural(found.runs, "run")
-    where = f"{found.model} on {found.backend}, case {found.case}, {runs}, against {found.reference}"
     if found.wrong is None:
-        words = f"the outputs of case {found.case} are right: nothing to bisect"
-        return Group(head(found.outcome, words), Text(where))
+        words = "the outputs of all golden cases are right: nothing to bisect"
+        return Group(head(found.outcome, words), Text(f"{found.model} on {found.backend}, {runs}"))
+    where = f"{found.model} on {found.backend}, case {found.case}, {runs}, against {found.reference}"
     lines = [f"wrong output: {found.wrong}"]
     if found.attentions:
         last = f"the last right one is {found.last_right}" if found.last_right else "there is none before it"

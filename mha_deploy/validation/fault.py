@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -246,7 +247,7 @@ class Bisection(Struct, frozen=True, kw_only=True):
     outcome: Outcome = Outcome.PASSED  # failed where an output is wrong
     model: str  # name of the model
     backend: str  # the runtime
-    case: str  # the golden case that was looked at
+    case: str  # the golden case that was looked into
     # What is wrong with the whole; None where it is right, and then nothing was looked for
     wrong: str | None = None
     attentions: int  # how many attentions the bundle knows
@@ -287,35 +288,40 @@ def bisect(bundle: Bundle, backend: str | None, on_step: OnStep, graph: Path | N
             what = "Only an engine or a graph runtime can be bisected."
             raise DeployError(what, got=backend, hint=", ".join(RUNNERS))
         name, open_model = runtime.name, twin_opener(runtime.engine, bundle)
-    on_step("reference", 0, 0)
-    trusted = reference_for(bundle, case_to_bisect(bundle), name, uncounted(on_step))
-    values = trusted.values if trusted.doubt is None else None
-    found = bisect_bundle(bundle, name, open_model, values, uncounted(on_step), graph)
-    if found.wrong is None:
-        return structs.replace(found, reference=trusted.title)
-    doubt, unused = trusted.doubt, trusted.module_unused
-    return structs.replace(found, reference=trusted.title, doubt=doubt, module_unused=unused)
+    trusted = list[TrustedValues]()
+
+    def reference(case: GoldenCase) -> ReferenceValues | None:
+        on_step("reference", 0, 0)
+        trusted.append(reference_for(bundle, case, name, uncounted(on_step)))
+        return trusted[0].values if trusted[0].doubt is None else None
+
+    found = bisect_bundle(bundle, name, open_model, reference, uncounted(on_step), graph)
+    for each in trusted:
+        found = structs.replace(
+            found, reference=each.title, doubt=each.doubt, module_unused=each.module_unused
+        )
+    return found
 
 
 def bisect_bundle(
     bundle: Bundle,
     backend: str,
     open_model: OpenModel,
-    reference: ReferenceValues | None,
+    reference_of: Callable[[GoldenCase], ReferenceValues | None],
     on_step: OnName = silent,
     graph: Path | None = None,
 ) -> Bisection:
-    """Find where a runtime leaves the oracle: the whole model, its attentions, then its nodes.
+    """Find where a runtime leaves the oracle: the first golden case that is wrong, its attentions, its nodes.
 
-    Without a `reference` for values inside, the nodes are left out.
+    Without a reference for values inside, the nodes are left out.
     """
     search, name = _FaultSearch(bundle, open_model, on_step, graph), bundle.manifest.spec.name
-    judged = judge.judge_case(search.case, search.run(()), bundle.manifest.precision)
-    whole = next((verdict for verdict in judged if verdict.is_wrong), None)
+    whole = search.whole()
     count, case = len(search.values), search.case.name
     found = Bisection(model=name, backend=backend, case=case, attentions=count, runs=search.runs)
     if whole is None:
         return found
+    reference = reference_of(search.case)
     last_right, first = search.attentions()
     bad = search.values[first.output] if first is not None else whole.output
     good = [] if last_right is None else [search.values[last_right]]
@@ -332,7 +338,7 @@ def bisect_bundle(
 
 
 def case_to_bisect(bundle: Bundle) -> GoldenCase:
-    """The golden case that is looked into: the one whose attentions are known, or the usual one."""
+    """The golden case that is looked into first: the one whose attentions are known, or the usual one."""
     layers, golden = bundle.manifest.layers, bundle.manifest.golden
     wanted = layers.case if layers else "opt"
     return read_case(bundle, next((entry for entry in golden if entry.name == wanted), golden[0]))
@@ -355,15 +361,35 @@ class _FaultSearch:
         self.precision, self.open_model, self.on_step = bundle.manifest.precision, open_model, on_step
         own = load_graph(bundle.model_path)
         self.model, self.layers = own if graph is None else load_graph(graph), layers_case(bundle)
+        self.bundle, self.golden = bundle, bundle.manifest.golden
         self.case, self.runs = case_to_bisect(bundle), 0
         entry = bundle.manifest.layers
         # Of another graph, only what has the same name can be compared.
         self.shared = _value_names(self.model) & _value_names(own)
         self.values = {k: v for k, v in entry.values.items() if v in self.shared} if entry else {}
 
+    def whole(self) -> OutputVerdict | None:
+        """The first wrong output of the first case that is wrong, which is then the case of the search."""
+        others = (entry for entry in self.golden if entry.name != self.case.name)
+        with self.open_model(self.model) as runner:
+            self.runs += 1
+            for case in chain([self.case], map(partial(read_case, self.bundle), others)):
+                self.on_step(Step("case", case.name))
+                try:
+                    judged = judge.judge_case(case, runner.run(case.inputs), self.precision)
+                except DeployError:
+                    if case is self.case:
+                        raise
+                    continue  # its sizes are not those of an engine
+                if (wrong := next((each for each in judged if each.is_wrong), None)) is not None:
+                    if case is not self.case:  # the attentions of others are not known
+                        self.case, self.layers = case, None
+                    return wrong
+        return None
+
     def run(self, values: Sequence[str]) -> dict[str, np.ndarray]:
         """The outputs of the model in the runtime, with more values given out."""
-        with self.open_model(with_outputs(self.model, values) if values else self.model) as runner:
+        with self.open_model(with_outputs(self.model, values)) as runner:
             self.runs += 1
             return runner.run(self.case.inputs)
 
