@@ -264,7 +264,7 @@ def _before_gather(mask: ir.Value | None) -> ir.Value | None:
     (batch, keys), shape = dims(source), dims(mask)
     whole = same_size(batch, shape[0]) and same_size(keys, shape[-1])
     last = indices.attributes.get_int("axis", 0) in (-1, len(shape))
-    if not (whole and last) or gather.attributes.get_int("batch_dims", 0):
+    if not (whole and last) or gather.attributes.get_int("batch_dims", 0) != 0:
         return mask
     of_batch, of_keys = (input_at(made_by(each, "Unsqueeze"), 0) for each in indices.inputs)
     in_order = batch == 1 or _counts_up(of_batch, axis=-len(shape))
