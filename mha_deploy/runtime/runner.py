@@ -109,8 +109,8 @@ class Runner(Closing, ABC):
     def refuse_sizes(self, feeds: Arrays) -> None:
         """Refuse sizes beyond the ranges of the axes, which nothing verified, and keys that are not there."""
         for name, array in feeds.items():
-            dims = self.inputs[name].dims if name in self.inputs else ()
-            for dim, size in zip(dims, array.shape, strict=False):
+            dims, shape = self.inputs[name].dims if name in self.inputs else (), np.shape(array)
+            for dim, size in zip(dims, shape, strict=True) if len(dims) == len(shape) else ():
                 axis = self.axes.get(dim) if isinstance(dim, str) else None
                 if axis is not None and not axis.min <= size <= axis.max:
                     what, got = f"Axis {dim} does not allow this size.", f"{dim}={size} of input {name}"
@@ -163,7 +163,13 @@ def check_kinds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:
             "The names of the inputs do not match.", got=sorted(feeds), hint=f"give {sorted(inputs)}"
         )
     for name, info in inputs.items():
-        dtype = feeds[name].dtype
+        dtype = getattr(feeds[name], "dtype", None)
+        if not isinstance(dtype, np.dtype):
+            got, hint = (
+                type(feeds[name]).__name__,
+                f"numpy.asarray(…, {str(info.dtype)!r}), of a tensor .numpy()",
+            )
+            raise DeployError(f"Input {name} is not a NumPy array.", got=got, hint=hint)
         if dtype != info.dtype:
             raise DeployError(f"Input {name} has the wrong type.", got=dtype, hint=str(info.dtype))
 

@@ -3,9 +3,11 @@
 import numpy as np
 import onnx
 import pytest
+import torch
 
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.model.spec import Axis
 from mha_deploy.runtime import CPU_RUNNERS, GPU_RUNNERS, RUNNERS, cpu_backend, open_runner
 from mha_deploy.runtime.runner import Runner, TensorInfo, check_feeds
 
@@ -55,6 +57,13 @@ def test_an_input_of_another_shape_is_refused(shape):
     assert "8" in caught.value.hint
 
 
+def test_what_is_no_array_is_refused():
+    for given in ([[1.0, 2.0]], torch.zeros(2, 3, 8, dtype=torch.float16)):
+        with pytest.raises(DeployError, match="Input x is not") as caught:
+            Recorder().run(feeds(x=given))
+        assert caught.value.got == type(given).__name__
+
+
 class Recorder(Runner):
     """A runtime that only remembers what happened to it."""
 
@@ -73,7 +82,8 @@ class Recorder(Runner):
 
 def test_a_runner_checks_before_it_runs():
     runner = Recorder()
-    with pytest.raises(DeployError, match="wrong shape"):
+    runner.axes = {str(INPUTS["x"].dims[0]): Axis(min=1, opt=1, max=2)}
+    with pytest.raises(DeployError, match="wrong shape"):  # not: an axis of that size
         runner.run(feeds(x=np.zeros(3, np.float16)))
     assert runner.events == []
     assert runner.run(feeds()) == {}
