@@ -11,7 +11,7 @@ import shutil
 import sys
 import zlib
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -161,6 +161,9 @@ def quick_exporter():
             patch.setattr(dynamo, "fake_tensor_cache_enabled", False)
         if exporter := sys.modules.get("mha_deploy.exporter.exporter"):
             patch.setattr(exporter, "canonical_from_module", _traced_once(exporter.canonical_from_module))
+            traced = _own_traced_once(exporter.export_user_module)
+            for module in (exporter, importlib.import_module("mha_deploy.baselines.fresh")):
+                patch.setattr(module, "export_user_module", traced)
         yield
 
 
@@ -205,6 +208,29 @@ def _traced_once(trace):
         if key not in known:
             known[key] = trace(copy.deepcopy(module), opset=opset)  # a test may change its own weights
         return known[key].clone()
+
+    return traced
+
+
+def _own_traced_once(trace):
+    """Trace what a factory made once a session: export, fresh cases and bisect each need its program.
+
+    The program is only read; the graph is changed by whoever gets it. That a second trace gives the same
+    names is the matter of tests/validate/test_bisect.py, which takes `__wrapped__`.
+    """
+    known = {}
+
+    @functools.wraps(trace)
+    def traced(user, **options):
+        file = Path(user.factory.rpartition(":")[0])
+        if not file.is_file():  # made in memory, or by a package
+            return trace(user, **options)
+        weights = (file.read_bytes(), user.state_sha256, user.precision.name)
+        options = {**trace.__kwdefaults__, **options}
+        key = (user.factory, *weights, repr(user.axes), repr(user.dims), *options.items())
+        if key not in known:
+            known[key] = trace(copy.deepcopy(user), **options)
+        return replace(known[key], model=known[key].model.clone())
 
     return traced
 

@@ -1,5 +1,6 @@
 """The first wrong attention and the first wrong node are found, in few runs."""
 
+import importlib
 import json
 import shutil
 from contextlib import contextmanager
@@ -44,8 +45,15 @@ def broken(own_bundles, tmp_path):
 
 @pytest.fixture(scope="module")
 def program(own_bundles):
-    """What is true inside the right module; a broken graph does not change that."""
-    trusted = reference_for(own_bundles(), case_to_bisect(own_bundles()), "ort-cpu")
+    """What is true inside the right module; a broken graph does not change that.
+
+    It is traced again, as by a user who bisects in another process: the values must have the same names.
+    """
+    bundle, fresh = own_bundles(), importlib.import_module("mha_deploy.baselines.fresh")
+    with pytest.MonkeyPatch.context() as patch:
+        trace = fresh.export_user_module
+        patch.setattr(fresh, "export_user_module", getattr(trace, "__wrapped__", trace))
+        trusted = reference_for(bundle, case_to_bisect(bundle), "ort-cpu")
     assert trusted.title == "the module's program in FP64"
     assert trusted.module_unused is None
     return trusted.values
