@@ -115,7 +115,7 @@ def test_a_module_that_fp16_cannot_hold_is_the_same_function(name, tmp_path):
 
 
 def test_the_weights_of_a_bundle_are_those_of_its_graph(own_bundles):
-    bundle = own_bundles("overflowing", "auto")
+    bundle = own_bundles("overflowing", "auto", golden=("opt",))
     graph = onnx.load(bundle.model_path).graph
     assert bundle.manifest.spec.weight_bytes == sum(
         numpy_helper.to_array(t).nbytes for t in graph.initializer

@@ -86,8 +86,9 @@ def test_a_gemm_whose_weight_is_a_copy_is_quantized_and_another_is_counted(model
 
 
 def test_weights_that_stay_as_they_are_stored_give_the_same_numbers(bundles, model, tmp_path, monkeypatch):
-    for name in ("exporter.file_program._MOST_WIDE", "exporter.file_program._LARGE", "threads._AT_ONCE"):
+    for name in ("exporter.file_program._MOST_WIDE", "exporter.file_program._LARGE"):
         monkeypatch.setattr(f"mha_deploy.{name}", 100)
+    monkeypatch.setattr("mha_deploy.threads._AT_ONCE", 1000)  # a quarter of a weight
     monkeypatch.setattr("mha_deploy.graph.file.EXTERNAL_DATA_FROM", 1000)
     stored = md.export(model, tmp_path / "stored", precision="fp8", data=samples(), **OPTIONS)
     wide = bundles["fp8"]

@@ -124,7 +124,8 @@ def judged_as(monkeypatch):
 
 def test_deploy_demands_the_precision_and_validate_where_it_is_told_to(bundle, judged_as, run_cli, tmp_path):
     """As the README's table of exit codes says."""
-    validate = ("validate", bundle.path, "--backend", "ort-cpu", "--no-report", "--no-latency", "--no-sweep")
+    quick = ("--no-report", "--no-latency", "--no-probe", "--no-sweep")
+    validate = ("validate", bundle.path, "--backend", "ort-cpu", *quick)
     for status, code in (("selected at load", 0), ("mixed", 1), ("unknown", 1)):
         judged_as(status)
         assert run_cli(*validate).code == 0
