@@ -21,13 +21,12 @@ def attention(path, *, axis=-1, axes=(), size=8):
     g ({heads} q, {heads} k, {heads} v) => ({heads} y) {{
        kt = Transpose <perm = [0, 1, 3, 2]> (k)
     """
-    chain = (axis, *axes)
-    for at, each in enumerate(chain):
-        last = at == len(chain) - 1
-        text += (
-            f"s{at} = MatMul ({'q' if at == 0 else f'y{at - 1}'}, kt) p{at} = Softmax <axis = {each}> (s{at})"
-        )
-        text += f" {'y' if last else f'y{at}'} = MatMul (p{at}, v) "
+    x, chain = "q", (axis, *axes)
+    for number, each in enumerate(chain, 1):
+        own = "" if number == len(chain) else str(number)
+        text += f"s{own} = MatMul ({x}, kt) p{own} = Softmax <axis = {each}> (s{own})"
+        x = f"y{own}"
+        text += f" {x} = MatMul (p{own}, v) "
     text += "}"
     onnx.save(onnx.parser.parse_model(text), path)
     return path
