@@ -106,7 +106,9 @@ def lower_for(
     if dialect == PLUGIN:
         # The library has its own kernel, whatever TensorRT's kernels can fuse.
         _refuse_without_attention(model, hint="--attention native")
-        return lower(model, dialect, linear=options.accumulate == "fp32"), []
+        names = {axis for each in profiles for axis in each}
+        longest = {name: max(each[name].max for each in profiles if name in each) for name in names}
+        return lower(model, dialect, linear=options.accumulate == "fp32", longest=longest), []
     targets = [replace(each, profiles=profiles) for each in targets_of(rt, options)]
     # A graph without attention nodes is built as well; the verdict reports that none was recognized.
     answers = [answer for target in targets for answer in rules.judge(attention_nodes(model), target)]

@@ -121,6 +121,48 @@ def test_a_block_with_rotary_embedding_norm_and_gate(tables: tuple[str, str]) ->
     assert_same(model, lowered, random_inputs(model, {"B": 2, "S": 5}), atol=2e-2)
 
 
+@pytest.mark.parametrize(
+    ("positions", "longest", "folded"),
+    [
+        ("counted", 32, True),
+        ("counted", None, False),  # the longest input is not known
+        ("shifted", 32, False),  # by an input
+        ("scaled", 32, False),  # by the length of the input
+    ],
+)
+def test_rotary_tables_of_the_engine_are_constants(positions: str, longest: int | None, folded: bool) -> None:
+    nodes = [
+        node("Shape", "x", "length", start=1, end=2),
+        node("Squeeze", "length", "S"),
+        node("Range", "begin S one", "counted"),
+        node("Add", "counted offset", "shifted"),
+        node("Mul", "counted S", "scaled"),
+        node("Cast", positions, "numbers", to=1),
+        node("Unsqueeze", "numbers axes", "column"),
+        node("Mul", "column frequencies", "angles"),
+        *(node(name.title(), "angles", name) for name in ("cos", "sin")),
+        *(node("Cast", name, f"{name}_fp16", to=10) for name in ("cos", "sin")),
+        *(node("MatMul", f"x w{name}", name) for name in "qkv"),
+        *(
+            node("RotaryEmbedding", f"{name} cos_fp16 sin_fp16", f"{name}_rotated", num_heads=4)
+            for name in "qk"
+        ),
+        node("Attention", "q_rotated k_rotated v", "y", is_causal=1, q_num_heads=4, kv_num_heads=4),
+    ]
+    constants = {f"w{name}": weights(64, 64, seed=at) for at, name in enumerate("qkv")}
+    constants |= {"begin": np.array(0), "one": np.array(1), "axes": np.array([0, 2])}
+    constants["frequencies"] = (0.1 ** np.arange(8)).astype(np.float32)
+    shape = (FP16, ["B", "S", 64])
+    inputs = {"x": shape, "offset": (ir.DataType.INT64, [1])}
+    model = model_of(nodes, inputs, {"y": shape}, constants, opset=24)
+    lowered = lower(model, "plugin", longest={"S": longest} if longest else {})
+    assert operators(lowered).count("MhaDeployAttention") == 1
+    assert ("Cos" not in operators(lowered)) == folded
+    for size in (1, 7, 32):
+        feeds = random_inputs(model, {"B": 2, "S": size}, offset=np.array([3]))
+        assert_same(model, lowered, feeds, atol=2e-2)
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 def test_gate_and_up_are_one_gemm(swapped: bool, bias: bool) -> None:

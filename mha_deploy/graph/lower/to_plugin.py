@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, count, product
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -47,6 +47,7 @@ from mha_deploy.graph.ir import (
     prefix_within,
     prefixes_in,
     rank,
+    reference_evaluator,
     replace_node,
     replace_value,
     same_size,
@@ -57,7 +58,7 @@ from mha_deploy.graph.lower.call import AttentionCall, LoweringError, OperatorRu
 from mha_deploy.graph.lower.operators import RMS_NORM, ROTARY, Rotary, read_rotary
 from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES as PRIMITIVE_RULES
 from mha_deploy.graph.quantize import Fp8Gemm, read_fp8_gemm
-from mha_deploy.graph.roles import IN_ORDER
+from mha_deploy.graph.roles import IN_ORDER, MOVES
 
 # -- What the node cannot express, or has no kernels for -------------------------------------------
 
@@ -468,6 +469,53 @@ def _positions(rotary: Rotary, starts: ir.Value | None, *, batch: Dim) -> int | 
     return plugin.GIVEN
 
 
+_FOR_EACH_POSITION = {*MOVES, "Cast", "Concat", "Constant", "Cos", "Expand", "MatMul", "Mul", "Neg", "Sin"}
+
+
+def fold_tables(model: ir.Model, attentions: Sequence[ir.Node], longest: Mapping[str, int]) -> None:
+    """Make rotary tables of the positions 0, 1, 2 … constants, with rows for the longest input.
+
+    In the graph they would be some kernels before the first layer, in every call.
+    """
+    folded = dict[ir.Value, ir.Value | None]()
+    for node in attentions:
+        own = node.attributes
+        if not own.get_int("rotary") or own.get_int("rotary_positions") != plugin.FROM_ZERO:
+            continue
+        for at in (-2, -1):  # cos and sin are the last inputs where no positions are given
+            rows = cast(ir.Value, node.inputs[at])
+            table = input_at(made_by(rows, "Squeeze"), 0) or rows
+            if table not in folded:
+                folded[table] = _folded(model, table, longest.get(str(dim(rows, 0))))
+            if (constant_rows := folded[table]) is not None:
+                node.replace_input_with(len(node.inputs) + at, constant_rows)
+
+
+def _folded(model: ir.Model, table: ir.Value, length: int | None) -> ir.Value | None:
+    """The rows of a table for so many positions; None where it is not computed from positions alone."""
+    behind = list(nodes_behind([table], lambda node: [] if is_op(node, "Range") else node.inputs))
+    ranges = [node for node in behind if is_op(node, "Range")]
+    known = all(is_op(node, *_FOR_EACH_POSITION) for node in behind if node not in ranges)
+    if length is None or len(ranges) != 1 or not known or not _counts_up(ranges[0].outputs[0]):
+        return None
+    positions = ranges[0].outputs[0]
+    try:
+        part = ir.convenience.extract(graph_of_node(ranges[0]), inputs=[positions], outputs=[table])
+    except ValueError:  # it depends on an input
+        return None
+    run: Any = reference_evaluator(ir.to_proto(ir.Model(part, ir_version=model.ir_version))).run
+    dtype = np.int64 if positions.dtype is None else positions.dtype.numpy()
+
+    def rows_of(count: int) -> np.ndarray:
+        found = np.asarray(run(None, {str(positions.name): np.arange(count, dtype=dtype)})[0])
+        return found.reshape(-1, found.shape[-1])
+
+    rows = rows_of(length)
+    if any(not np.array_equal(rows[:count], rows_of(count)) for count in {1, 2, 3, length // 2, length}):
+        return None
+    return new_initializer(model.graph, f"{prefix_within(str(table.name), prefixes_in(model))}/rows", rows)
+
+
 # -- The dialect -----------------------------------------------------------------------------------
 
 
@@ -477,6 +525,7 @@ class PluginOptions:
 
     opset: int | None = 17  # the highest opset the result may need; None keeps the model's own
     linear: bool = False  # the projections around an attention, too: these nodes accumulate in FP32
+    longest: Mapping[str, int] = field(default_factory=dict)  # largest sizes of axes that are known
 
 
 def lower_to_plugin(call: AttentionCall, b: NodeBuilder, options: PluginOptions) -> Outputs:
@@ -632,6 +681,7 @@ def _refuse_what_the_plugin_refuses(call: AttentionCall, own: Mapping[str, Any])
 def finish(model: ir.Model, options: PluginOptions) -> None:
     """Remove transposes that cancel; write gates as inputs and projections as nodes of the plugin."""
     attentions = [node for node in model.graph.all_nodes() if plugin.is_plugin_attention(node)]
+    fold_tables(model, attentions, options.longest)
     for node in attentions:
         cancel_transposes(node)
     RemoveUnusedNodesPass()(model)  # gates are taken only where they are the only consumer of the heads
