@@ -908,6 +908,7 @@ def compare(old: Any, new: Any, limits: Limits | None = None) -> Comparison:
 
 
 _GONE = "no longer measured"
+_NO_REPORT = "no report: validate it first"
 
 
 def _not_the_same(old: ModelResult, new: ModelResult) -> dict[str, tuple[str, str]]:
@@ -954,6 +955,8 @@ def _depends_on(other: Mapping[str, Any]) -> frozenset[str]:
 
 def _gap_changes(old: ModelResult, new: ModelResult, names: Mapping[str, str]) -> Iterator[Change]:
     """What is not verified, thing by thing: how much it is says nothing."""
+    if old.verdict is None or new.verdict is None:  # nothing was judged there, whatever is missing
+        return
     gaps: list[dict[Any, Gap]] = []
     for result, renamed in ((old, {}), (new, names)):
         each = (structs.replace(gap, name=renamed.get(gap.name, gap.name)) for gap in _gaps(result))
@@ -1109,7 +1112,8 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
             why = redrawn[first.cases]
             found.append(Change(section, subject, NOT_COMPARABLE, first.shown, NOTHING, why))
         elif not first.owner or first.owner in owners:
-            found.append(Change("coverage", f"{section}: {subject}", REGRESSION, first.shown, NOTHING, _GONE))
+            why = _NO_REPORT if section == "verdict" and new.verdict is None else _GONE
+            found.append(Change("coverage", f"{section}: {subject}", REGRESSION, first.shown, NOTHING, why))
         elif first.owner not in reported:
             reported.add(first.owner)
             found.append(Change("coverage", first.owner, REGRESSION, "present", "absent", _GONE))

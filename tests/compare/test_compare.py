@@ -500,6 +500,9 @@ def test_two_bundles_and_their_reports_are_compared(bundles, tmp_path):
     report["model"]["bundle_sha256"] = "0" * 64
     (new / "report.json").write_text(json.dumps(report))
     assert {change.section for change in md.compare(old, new).regressions} == {"coverage"}
+    # What was not verified is not verified now because nothing is, and the other way round.
+    both = [*md.compare(old, new).changes, *md.compare(new, old).changes]
+    assert not [change for change in both if change.subject.startswith("not verified")]
 
 
 def test_what_cannot_be_compared_is_refused(bundles, tmp_path, refused):
