@@ -142,7 +142,7 @@ class Samples:
                 [self.title, *(f"{name}: {sizes}" for name, sizes in islice(self.outside.items(), 3))]
             )
             hint = (
-                "samples of these sizes, or a wider --axis"
+                "samples of these sizes, several in one file along a first axis of their own; or a wider --axis"
                 if self.outside
                 else "samples; an iterator that is used up gives none"
             )
