@@ -141,11 +141,9 @@ class Samples:
             got = "; ".join(
                 [self.title, *(f"{name}: {sizes}" for name, sizes in islice(self.outside.items(), 3))]
             )
-            hint = (
-                "samples of these sizes, several in one file along a first axis of their own; or a wider --axis"
-                if self.outside
-                else "samples; an iterator that is used up gives none"
-            )
+            hint = "samples; an iterator that is used up gives none"
+            if self.outside:
+                hint = "samples of these sizes, in one file along an axis of their own; or a wider --axis"
             raise DeployError(what, got=got, hint=hint)
 
 
