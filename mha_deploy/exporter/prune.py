@@ -326,13 +326,13 @@ def prune(
         outputs=outputs,
         layers=[
             LossLayer(
-                name=f"{name}, head {unit}",
-                is_compressed=(name, unit) in removed,
+                name=_unit_title(unit, found),
+                is_compressed=unit in removed,
                 relative_l2=None,
                 sqnr_db=None,
-                alone=alone[name, unit],
+                alone=alone[unit],
             )
-            for name, unit in alone
+            for unit in alone
         ],
         limit=max_loss,
         search=points,
@@ -345,7 +345,7 @@ def prune(
             else "Removing so many heads costs more than is allowed.",
             got=f"{record.worst:.2g}, limit {max_loss:g}"
             if removed
-            else f"{least[0]}, head {least[1]} alone costs {alone[least]:.2g}, limit {max_loss:g}",
+            else f"{_unit_title(least, found)} alone: {alone[least]:.2g}, limit {max_loss:g}",
             hint="a larger --max-loss, or more heads",
         )
     return Compression(model=model, record=record)
@@ -386,6 +386,14 @@ def _in_plain_form(original: Original, model: ir.Model) -> ir.Model:
     what = "The graph with separate projections does not compute the same."
     refuse_large_error("layout", got, wanted, _SAME, what, "report this, with the model")
     return plain
+
+
+def _unit_title(unit: Unit, found: Mapping[str, _PrunableHeads]) -> str:
+    """A head, or those that share a key/value head: they go together."""
+    (name, number), each = unit, found[unit[0]]
+    size = each.Hq // each.Hkv
+    first = number * size
+    return f"{name}, head {first}" if size == 1 else f"{name}, heads {first} to {first + size - 1}"
 
 
 def _allowed(found: Mapping[str, _PrunableHeads], removed: Sequence[Unit], unit: Unit) -> bool:

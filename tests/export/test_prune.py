@@ -110,6 +110,15 @@ def test_the_number_of_heads_and_its_loss(tmp_path):
     assert loss.worst == pytest.approx(np.linalg.norm(got - true) / np.linalg.norm(true), rel=1e-3)
 
 
+def test_heads_that_share_keys_go_together(tmp_path):
+    bundle = md.prune("tiny-gqa", tmp_path / "out", heads=2, golden=("opt",))
+    assert (bundle.manifest.attention[0]["Hq"], bundle.manifest.attention[0]["Hkv"]) == (2, 1)
+    assert [each.name.partition(", ")[2] for each in bundle.manifest.loss.layers] == [
+        "heads 0 to 1",
+        "heads 2 to 3",
+    ]
+
+
 @pytest.mark.parametrize("heads", [0, 5, "few", 4])
 def test_other_numbers_are_refused(tmp_path, heads):
     """Also those that the model has already."""
