@@ -680,7 +680,7 @@ def bisection_renderable(found: Bisection) -> RenderableType:
     """Where the first wrong result is."""
     runs = plural(found.runs, "run")
     if found.wrong is None:
-        words = "the outputs of all golden cases are right: nothing to bisect"
+        words = "the outputs of every golden case that it takes are right: nothing to bisect"
         return Group(head(found.outcome, words), Text(f"{found.model} on {found.backend}, {runs}"))
     where = f"{found.model} on {found.backend}, case {found.case}, {runs}, against {found.reference}"
     lines = [f"wrong output: {found.wrong}"]

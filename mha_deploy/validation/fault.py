@@ -46,6 +46,7 @@ from mha_deploy.runtime.runner import Arrays, Runner
 from mha_deploy.runtime.user_code import refuse_without_factory
 from mha_deploy.status import Kind, Outcome, Reason, Word, derive, means
 from mha_deploy.text import reason_text
+from mha_deploy.validation.decode import admits
 from mha_deploy.validation.runtimes import RuntimeFinder
 
 OpenModel = Callable[[ir.Model], Runner]
@@ -361,8 +362,7 @@ class _FaultSearch:
         self.precision, self.open_model, self.on_step = bundle.manifest.precision, open_model, on_step
         own = load_graph(bundle.model_path)
         self.model, self.layers = own if graph is None else load_graph(graph), layers_case(bundle)
-        self.bundle, self.golden = bundle, bundle.manifest.golden
-        self.case, self.runs = case_to_bisect(bundle), 0
+        self.bundle, self.case, self.runs = bundle, case_to_bisect(bundle), 0
         entry = bundle.manifest.layers
         # Of another graph, only what has the same name can be compared.
         self.shared = _value_names(self.model) & _value_names(own)
@@ -370,17 +370,14 @@ class _FaultSearch:
 
     def whole(self) -> OutputVerdict | None:
         """The first wrong output of the first case that is wrong, which is then the case of the search."""
-        others = (entry for entry in self.golden if entry.name != self.case.name)
+        others = (entry for entry in self.bundle.manifest.golden if entry.name != self.case.name)
         with self.open_model(self.model) as runner:
             self.runs += 1
             for case in chain([self.case], map(partial(read_case, self.bundle), others)):
+                if case is not self.case and not admits(runner, case.inputs):
+                    continue
                 self.on_step(Step("case", case.name))
-                try:
-                    judged = judge.judge_case(case, runner.run(case.inputs), self.precision)
-                except DeployError:
-                    if case is self.case:
-                        raise
-                    continue  # its sizes are not those of an engine
+                judged = judge.judge_case(case, runner.run(case.inputs), self.precision)
                 if (wrong := next((each for each in judged if each.is_wrong), None)) is not None:
                     if case is not self.case:  # the attentions of others are not known
                         self.case, self.layers = case, None
