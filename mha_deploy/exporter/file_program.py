@@ -38,6 +38,8 @@ _ROUNDED |= {"SimplifiedLayerNormalization", "SkipLayerNormalization", "Gelu", "
 _ROUNDED |= {"Mish", "Elu", "HardSwish"}
 _ROUNDED |= {"Softplus", "LeakyRelu", "FastGelu", "BiasGelu", "Gather", "DequantizeLinear"}
 _SUMS = frozenset({"Add", "Sub", "Sum"})
+_SCALED = frozenset({"Mul", "Div"})
+_ROUNDING = _MATMULS | _ROUNDED
 _ORDERED = {"TopK": -1, "ArgMax": 0, "ArgMin": 0}  # with the axis by default
 _QUANTIZED = frozenset(QUANTIZERS)  # their scales are in the precision, too
 _COMPARED = frozenset({"Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Round", "Floor", "Ceil", "Sign"})
@@ -109,6 +111,7 @@ class FileRounding(RoundingMode):
         super().__init__(precision, seed, changes, sign)
         # No kernel computes in more than float32: there, what is fused is rounded as well.
         self._everywhere = precision is not None and precision.name == "fp32"
+        self._written = set[str]()  # the floating-point values that come from rounded ones
         self.flops = 0  # of the GEMMs
         self._on_grid = False
 
@@ -119,6 +122,17 @@ class FileRounding(RoundingMode):
 
     def call(self, node: FileNode, run: Compute, inputs: Inputs) -> Any:
         """The outputs of one node."""
+        follows = not self._written.isdisjoint(node.inputs)
+        if follows and node.operator in _SCALED:
+            inputs = tuple(self._scalar(node, at, each) for at, each in enumerate(inputs))
+        outputs = self._compute(node, run, inputs)
+        if self._factor_bits is not None and (follows or node.operator in _ROUNDING):
+            pairs = zip(node.outputs, outputs, strict=False)
+            self._written.update(name for name, each in pairs if getattr(each, "dtype", None) == np.float64)
+        return outputs
+
+    def _compute(self, node: FileNode, run: Compute, inputs: Inputs) -> Any:
+        """The outputs of one node, rounded where kernels round."""
         operator, given = node.operator, inputs
         if operator in _MATMULS or operator in _QUANTIZED:
             inputs = tuple(self._operand(node, at, each) for at, each in enumerate(inputs))
@@ -150,6 +164,11 @@ class FileRounding(RoundingMode):
             is_settled = self._is_settled(node, at, array)
             return array.wide(self._bits) if is_settled else self.rounded_array(array.wide())
         return node.memory[at, self._bits] if self._is_settled(node, at, array) else self.rounded_array(array)
+
+    def _scalar(self, node: FileNode, at: int, array: Any) -> Any:
+        """A factor that is one constant number, as this sample has it; others as they are."""
+        is_one = at in node.constants and array.size == 1 and array.dtype == np.float64
+        return np.full_like(array, self.factor(array.item())) if is_one else array
 
     def _is_settled(self, node: FileNode, at: int, array: Any) -> bool:
         """Whether an operand is a constant that is the same in all samples."""

@@ -409,6 +409,8 @@ _ROUNDED = frozenset(
 _SUMS = frozenset(
     ["add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__", "__isub__"]
 )
+_SCALED = frozenset(["mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "divide", "true_divide"])
+_SCALED |= {"div", "div_", "__truediv__", "__itruediv__"}
 _ALONG_LAST = frozenset(["topk", "sort", "argsort", "kthvalue"])  # the axis by default; others: all numbers
 _ORDERED = frozenset(["topk", "argmax", "argmin", "max", "min", "sort", "argsort", "kthvalue", "median"])
 _COMPARED = frozenset(
@@ -434,9 +436,12 @@ _COMPARED = frozenset(
         "searchsorted",
     ]
 )
+_ROUNDING = _MATMULS | _ROUNDED | _SUMS | {"scaled_dot_product_attention"}
 _DECISION_ELEMENTS = 1 << 22  # of the operand of a decision that is followed
 _SCORES_BYTES = 1 << 28  # of attention scores at a time
 
+
+_WRITTEN = "_comes_from_rounded_numbers"  # of a tensor of a sample
 
 _NARROWER = {torch.complex32: torch.complex64, torch.complex128: torch.complex64}
 _NARROWER |= dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), torch.float32)
@@ -558,10 +563,33 @@ class RandomRounding(Float64, RoundingMode):
         return wide if tensor.dtype in _HALVES else self.rounded(wide)
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """One call, rounded where kernels round."""
+        """One call, rounded where kernels round; its factors, too, where they scale what was rounded."""
         name = getattr(getattr(func, "overloadpacket", func), "__name__", "")
         if name == "__get__":  # an attribute, such as the shape
             return func(*args, **kwargs)
+        if self._factor_bits is None:
+            return self._rounded_call(name, func, args, kwargs)
+        follows = any(getattr(each, _WRITTEN, False) for each in tree_leaves((args, kwargs)))
+        if follows and name in _SCALED:
+            args = tuple(map(self._scalar, args))
+        result = self._rounded_call(name, func, args, kwargs)
+        if follows or name in _ROUNDING:
+            for each in tensors_in(result):
+                if each.is_floating_point():
+                    setattr(each, _WRITTEN, True)
+        return result
+
+    def _scalar(self, factor: Any) -> Any:
+        """A factor that is one number, as this sample has it; others as they are."""
+        if isinstance(factor, float):
+            return self.factor(factor)
+        is_one = isinstance(factor, Tensor) and factor.numel() == 1 and factor.is_floating_point()
+        if not is_one or getattr(factor, _WRITTEN, False):
+            return factor
+        return torch.full_like(factor, self.factor(float(factor)), dtype=torch.float64)
+
+    def _rounded_call(self, name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """One call, rounded where kernels round."""
         if name == "scaled_dot_product_attention" and self._bits is not None:
             args, kwargs = _changed((args, kwargs), self._operand)
             args, kwargs = _fully_masked_alike(args, kwargs)
@@ -688,7 +716,6 @@ def _sums_tensors(args: Any, result: Any) -> bool:
 
 
 _CASTS = frozenset(["_to_copy", "to", "convert_element_type"])
-_ROUNDING = _MATMULS | _ROUNDED | _SUMS | {"scaled_dot_product_attention"}
 
 
 def widened_nodes(program: ExportedProgram) -> frozenset[str]:

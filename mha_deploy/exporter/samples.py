@@ -12,7 +12,7 @@ import numpy as np
 
 from mha_deploy.bundle.cases import Arrays, Baseline
 from mha_deploy.model.precision import Precision
-from mha_deploy.rounding import accumulation_roundoff, accumulations, rounded, sample_count
+from mha_deploy.rounding import accumulation_roundoff, accumulations, nearest, rounded, sample_count
 
 _LONG_S = 0.02  # of a run: several short ones at once would wait for Python's lock
 
@@ -38,6 +38,9 @@ class RoundingMode:
         self._bits = precision.significand_bits if precision else None
         self._accumulated = accumulation_roundoff(precision)
         self._seed, self._changes, self._sign = seed, changes, sign
+        # A factor that the precision does not have is rounded once, for all numbers alike: their mean is off.
+        # Some runtimes keep it in float32, so every other sample has it as it is.
+        self._factor_bits = self._bits if seed % 2 == 0 else None
         self.decisions: Operands = []
         self.changed = False  # whether a decision was taken otherwise
         self.repeated: Any = None  # what other runs on the same inputs have computed
@@ -60,6 +63,11 @@ class RoundingMode:
         if self._bits is None or not isinstance(array, np.ndarray):
             return array
         return rounded(array, self._bits, self._seed)
+
+    def factor(self, number: float) -> float:
+        """A factor of what was rounded, as this sample has it."""
+        bits = self._factor_bits
+        return number if bits is None else float(nearest(np.array([number], np.float64), bits)[0])
 
 
 Mode = TypeVar("Mode", bound=RoundingMode)

@@ -784,3 +784,43 @@ def test_a_decision_that_costs_a_vector_less_than_a_branch_is_open_there_and_now
 
     assert with_step(open_).passed
     assert with_step(open_ + 1).is_wrong
+
+
+SCALED = """<ir_version: 10, opset_import: ["": 23]>
+scaled (float[3, 32, 64] x, float[64, 64] w, float[3] position) => (float[3, 32, 64] y, float[3] angle)
+<float factor = {0.2213594}, float frequency = {0.2213594}> {
+    h = MatMul(x, w)
+    y = Mul(factor, h)
+    angle = Mul(position, frequency)
+}"""
+
+
+def scaled_in_torch(feeds, mode):
+    """The same module; its factor is a number of Python's."""
+    x, w, position = (torch.from_numpy(each) for each in feeds.values())
+    with mode:
+        results = {"y": 0.2213594 * torch.matmul(x, w), "angle": position * 0.2213594}
+    return {name: each.double().numpy() for name, each in results.items()}
+
+
+@pytest.mark.parametrize("make_mode", [FileRounding, RandomRounding])
+def test_a_factor_that_the_precision_does_not_have_may_be_rounded_or_not(make_mode):
+    dice = np.random.default_rng(0)
+    feeds = {"x": dice.standard_normal((3, 32, 64)), "w": dice.standard_normal((64, 64))}
+    feeds = {name: each.astype("e").astype("f") for name, each in feeds.items()}
+    feeds["position"] = np.arange(1000, 1003, dtype="f")
+    program = FileProgram(ir.from_onnx_text(SCALED))
+    run = program.run if make_mode is FileRounding else scaled_in_torch
+    oracle, baselines, _ = sample_case(make_mode, FP16, lambda mode: run(feeds, mode))
+    case = made_case({"y": oracle["y"]}, inputs=feeds, baselines=baselines)
+    h = (feeds["x"] @ feeds["w"]).astype("e").astype("f")
+
+    def judged(factor):
+        return judge_case(case, {"y": (h * np.float32(factor)).astype("e")}, FP16)[0]
+
+    near = float(np.float16(0.2213594))
+    assert judged(0.2213594).passed
+    assert judged(near).passed
+    assert judged(0.2213594 + 5 * (near - 0.2213594)).is_wrong
+    # What nothing has rounded, such as a position in float32, has its factor as it is.
+    assert run(feeds, make_mode(FP16, 2))["angle"] == pytest.approx(oracle["angle"], rel=1e-6)
