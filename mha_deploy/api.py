@@ -588,6 +588,7 @@ def package(bundle: Bundle | StrPath, repository: StrPath, **options: Any) -> Pa
 
     Raises:
         BackendUnavailable: Triton's schema is not installed, or a plugin library is missing.
+        ValidationFailed: The bundle failed its last validation, and allow_failed is not given.
 
     Examples:
         >>> md.package("out/tiny", "out/models", backends=["ort-cpu"]).max_batch

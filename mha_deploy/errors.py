@@ -113,6 +113,12 @@ class LossExceeded(DeployError):
     exit_code = EXIT_VERDICT_FAILED
 
 
+class ValidationFailed(DeployError):
+    """What would go on with a bundle is refused, since its last validation failed."""
+
+    exit_code = EXIT_VERDICT_FAILED
+
+
 class NoResult(ExportError):
     """A user's model itself gives no finite result on some inputs."""
 

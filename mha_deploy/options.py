@@ -436,6 +436,7 @@ class PackageOptions:
     sequences: int = option(
         8, "Sequences that a model with a KV cache decodes at the same time.", min=1, max=2**20
     )
+    allow_failed: bool = option(False, "Package a bundle whose last validation failed.")
     overwrite: bool = option(False, "Replace a packaged model of that name.")
 
 

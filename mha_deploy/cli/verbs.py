@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -356,7 +357,9 @@ def engine_to_dict(engine: Engine) -> dict[str, Any]:
 @verb(options_of(PackageOptions))
 def package(
     bundle: Path = BUNDLE,
-    triton: Path = option(MISSING, "The model repository to write or extend.", metavar="REPOSITORY"),
+    triton: Path = option(
+        MISSING, "The model repository to write or extend.", "-o", "--triton", metavar="REPOSITORY"
+    ),
     **options: Any,
 ) -> Result:
     """Write a bundle into a Triton model repository."""
@@ -366,8 +369,17 @@ def package(
     batch += f" ({found.unbatched})" if found.unbatched else ""
     lines = [f"{found.path}: {found.variant}, run by {', '.join(found.backends)}, {batch}"]
     lines += [f"  {file}" for file in found.files]
+    if found.validated is None:
+        lines.append(f"note: the bundle has no report: mha-deploy validate {shlex.quote(str(bundle))}")
+    elif found.validated is Outcome.FAILED:
+        lines.append("warning: the bundle failed its last validation")
     for name, why in found.left_out.items():
         lines.append(f"note: engine {name} is not in it, since {why}; --backend {name} packages it")
+    if triton.absolute().name == "triton":
+        lines.append(
+            "note: Python scripts that are started beside a folder `triton` take it for the package of that "
+            "name, which PyTorch imports; a safer one is `models`"
+        )
     lines.append(f"start: {found.path / 'README.md'} has the commands, with Docker and without")
     left_out = [f"{name}: {why}" for name, why in found.left_out.items()]
     data = {**vars(found), "path": str(found.path), "left_out": left_out}

@@ -42,6 +42,7 @@ from mha_deploy.validation.fault import LAYERS
 from mha_deploy.validation.fp16_range import RangeReport
 from mha_deploy.validation.invariance import InvarianceCheck
 from mha_deploy.validation.records import (
+    REPORT_FILE,
     REPORT_FORMAT,
     EngineRecord,
     EnvironmentRecord,
@@ -101,7 +102,7 @@ class Side:
     created: str = ""
 
 
-REPORT_FILE, BENCH_FILE, MATRIX_FILE = "report.json", "bench.json", "matrix.json"
+BENCH_FILE, MATRIX_FILE = "bench.json", "matrix.json"
 _ACCEPTED = "report.json, bench.json, matrix.json, a bundle's folder, or an .engine file"
 
 

@@ -29,7 +29,7 @@ from mha_deploy.engine.engine import (
 )
 from mha_deploy.engine.plugins import library_needed
 from mha_deploy.environment import can_import
-from mha_deploy.errors import BackendUnavailable, DeployError, nearest
+from mha_deploy.errors import BackendUnavailable, DeployError, ValidationFailed, nearest
 from mha_deploy.files import PathPart, read_json, read_regular
 from mha_deploy.metrics import relative_error
 from mha_deploy.model.spec import ModelSpec, TensorSpec
@@ -51,6 +51,8 @@ from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.kserve import BUNDLE_PARAMETER, INSTALL, RUNS_PARAMETER, served_name
 from mha_deploy.serving.backend import BUNDLE, PLUGINS
 from mha_deploy.serving.wheel import wheel_name, write_wheel
+from mha_deploy.status import Outcome
+from mha_deploy.validation.records import stored_verdict
 from mha_deploy.validation.runtimes import RuntimeFinder
 
 PYTHON, PLAN = "python", "tensorrt_plan"
@@ -111,6 +113,7 @@ class Package:
 
     `max_batch` is 0 without dynamic batching, and `unbatched` says why; of a model that `decodes` it is the
     number of sequences at a time. `left_out` are the engines of the bundle that are not in it, and why.
+    `validated` is the outcome of the bundle's report; None where it has none.
     """
 
     path: Path
@@ -122,6 +125,7 @@ class Package:
     unbatched: str = ""
     left_out: Mapping[str, str] = field(default_factory=dict)
     decodes: bool = False
+    validated: Outcome | None = None
 
 
 class Packaging:
@@ -146,6 +150,7 @@ class Packaging:
         if re.fullmatch(r"[A-Za-z0-9_.-]+", PathPart(self.name, "a model")) is None:
             hint = "letters, digits and dashes"
             raise DeployError("This cannot be the name of a model.", got=self.name, hint=hint)
+        self.validated = self._refuse_failed()
         self.engines, self.runtime = self._choose()
         self.backends = (self.runtime,) if self.runtime else tuple(each.path.stem for each in self.engines)
         others = [] if options.backends or self.engines else RuntimeFinder(bundle).engines
@@ -198,6 +203,19 @@ class Packaging:
         return [], available_cpu_backend(self.bundle.manifest.precision)
 
     # -- what cannot be served -------------------------------------------------------------------
+
+    def _refuse_failed(self) -> Outcome | None:
+        """The outcome of the bundle's report; refused where it failed."""
+        verdict = stored_verdict(self.bundle)
+        if verdict is None:
+            return None
+        if verdict.outcome is Outcome.FAILED and not self.options.allow_failed:
+            hint = (
+                f"find the fault, and mha-deploy validate {shlex.quote(str(self.bundle.path))} again; "
+                "--allow-failed packages it all the same"
+            )
+            raise ValidationFailed("The bundle failed its last validation.", got=verdict.headline, hint=hint)
+        return verdict.outcome
 
     def _refuse_plan(self) -> None:
         """What Triton's TensorRT backend cannot serve."""
@@ -356,7 +374,13 @@ class Packaging:
         shown = self.repository / self.name
         why = "" if self.max_batch else self._why_unbatched() or ""
         about = (shown, self.options.variant, self.backends, self.max_batch, command, tuple(files))
-        return Package(*about, unbatched=why, left_out=self.left_out, decodes=self.cache is not None)
+        return Package(
+            *about,
+            unbatched=why,
+            left_out=self.left_out,
+            decodes=self.cache is not None,
+            validated=self.validated,
+        )
 
     def _refuse_occupied(self, place: Path) -> None:
         if self.repository.exists() and not self.repository.is_dir():

@@ -22,7 +22,7 @@ from mha_deploy.engine.engine import (
 )
 from mha_deploy.environment import RUN_PACKAGES, command_line, gpus, versions
 from mha_deploy.errors import DeployError
-from mha_deploy.files import as_plain, problem_in
+from mha_deploy.files import as_plain, problem_in, read_json
 from mha_deploy.judge import ParityReport
 from mha_deploy.requirements import Requirement
 from mha_deploy.runtime.cuda import find_gpu
@@ -39,6 +39,7 @@ from mha_deploy.validation.invariance import InvarianceCheck
 from mha_deploy.validation.runtimes import Family, Unavailable
 from mha_deploy.validation.subjects import SubjectRecord
 
+REPORT_FILE = "report.json"
 REPORT_FORMAT = 4
 """The format of report.json; readers refuse any other."""
 
@@ -415,6 +416,15 @@ def engine_records(
 
 
 # -- Records as plain data, and back ---------------------------------------------------------------
+
+
+def stored_verdict(bundle: Bundle) -> VerdictRecord | None:
+    """The verdict of a bundle's report; None without one that can be read, or of another bundle."""
+    try:
+        report = msgspec.convert(read_json(bundle.path / REPORT_FILE), ReportRecord)
+    except (OSError, ValueError, msgspec.DecodeError, RecursionError):
+        return None
+    return report.verdict if report.model.bundle_sha256 == sha256(bundle.path / MANIFEST) else None
 
 
 def check_report(data: Any) -> list[str]:

@@ -69,9 +69,8 @@ def test_help_says_what_is_required(help_of):
     for name, command in COMMANDS.items():
         needed = [each for each in command.params if each.required and each.param_type_name == "option"]
         assert " ".join(help_of(name).split()).count("Required.") == len(needed), name
-    assert "--triton REPOSITORY The model repository to write or extend. Required." in " ".join(
-        help_of("package").split()
-    )
+    text = " ".join(help_of("package").split())
+    assert "-o, --triton REPOSITORY The model repository to write or extend. Required." in text
 
 
 @pytest.mark.parametrize("verb", EXAMPLES)

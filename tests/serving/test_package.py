@@ -245,6 +245,36 @@ def test_the_command_line_says_how_to_start_it(run_cli, bundles, tmp_path):
     )
 
 
+def test_a_bundle_whose_last_validation_failed_is_refused(run_cli, bundles, tmp_path):
+    bundle = Path(shutil.copytree(bundles("tiny-gqa").path, tmp_path / "bundle"))
+    command = ("package", bundle, "-o", tmp_path / "triton", "--backend", "ort-cpu", "--json")
+    done = run_cli(*command)
+    assert (done.code, json.loads(done.out)["validated"]) == (0, None), done.err
+    lines = {None: run_cli(*command[:-1], "--overwrite").out}
+
+    md.validate(bundle, backends=["ort-cpu"], require_run=True).save(bundle)
+    done = run_cli(*command, "--overwrite")
+    assert done.code == 1
+    error = json.loads(done.out)["error"]
+    assert error["got"].startswith(json.loads((bundle / "report.json").read_text())["verdict"]["headline"])
+    assert "--allow-failed" in error["hint"]
+    with pytest.raises(md.DeployError):
+        md.package(bundle, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    done = run_cli(*command, "--overwrite", "--allow-failed")
+    assert (done.code, json.loads(done.out)["validated"]) == (0, "failed"), done.err
+    lines["failed"] = run_cli(*command[:-1], "--overwrite", "--allow-failed").out
+
+    report = json.loads((bundle / "report.json").read_text())
+    report["model"]["bundle_sha256"] = "0" * 64  # of a bundle that was here before
+    (bundle / "report.json").write_text(json.dumps(report))
+    assert md.package(bundle, tmp_path / "other").validated is None
+    assert "mha-deploy validate" in lines[None]
+    assert "mha-deploy validate" not in lines["failed"]
+    assert "warning" in lines["failed"]
+    assert all("`triton`" in text for text in lines.values()), "the name of a package that PyTorch imports"
+
+
 # -- TensorRT's own backend ------------------------------------------------------------------------
 
 

@@ -127,7 +127,7 @@ def test_the_commands_of_the_page_exist(run_cli):
     text = DOC.read_text(encoding="utf-8")
     for verb, names in {
         "package": ("--triton", "--variant", "--backend", "--max-batch", "--queue-delay-us", "--sequences",
-                    "--instances", "--overwrite"),
+                    "--instances", "--allow-failed", "--overwrite"),
         "validate": ("--url", "--clients", "--timeout"),
         "bench": ("--streams",),
     }.items():  # fmt: skip
