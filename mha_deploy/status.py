@@ -106,6 +106,7 @@ class Kind(Word):
     FOREIGN_ENGINE = "foreign engine"
     OUTPUTS_NOT_JUDGED = "outputs not judged"
     ATTENTION_CHANGED = "attention changed"
+    OTHER_WEIGHTS = "other weights"
     LOSS = "loss"
     WRONG_ON_DATA = "wrong on data"
     DATA_NOT_VERIFIED = "data not verified"

@@ -360,6 +360,12 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
         f"{finding.place.runner} has another attention than the bundle: {finding.detail} "
         f"({summarize_names(finding.names)})"
     ),
+    Kind.OTHER_WEIGHTS: lambda finding: (
+        f"{finding.place.runner} has other weights than the bundle, and so is another model: "
+        f"{len(finding.names)} of {finding.numbers['weights']:.0f} weights of the bundle are not in it "
+        f"({summarize_names(finding.names)}); export the bundle with its weights, or the graph with the "
+        "bundle's"
+    ),
     Kind.DEMAND_NOT_MET: lambda finding: (
         f"{finding.names[0]}: {short(finding.numbers['got'])} {finding.detail}, "
         f"{short(finding.numbers['wanted'])} is required"

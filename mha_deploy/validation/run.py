@@ -329,8 +329,13 @@ class _Validator:
 
     def _evaluate_subjects(self, plan: EvaluationPlan) -> list[Evaluation]:
         """What was given to be judged; one that does not fit the model, or cannot run, is an error."""
-        plan = self._with_drawn_cases(plan, ())
-        return list(filter(None, [self._evaluate(each.runtime, plan) for each in self.subjects]))
+        plan, judged = self._with_drawn_cases(plan, ()), list[Evaluation]()
+        for subject in self.subjects:
+            if (found := self._evaluate(subject.runtime, plan)) is not None:
+                judged.append(found)
+                if not found.is_right:
+                    subject.compare_weights()
+        return judged
 
     def _evaluate_named(self, named: Sequence[Runtime], plan: EvaluationPlan) -> list[Evaluation]:
         """The runtimes that were requested; one that cannot run is an error."""

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from mha_deploy.bundle.folder import Bundle, sha256
 from mha_deploy.engine.engine import open_plan
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.weights import missing_weights
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.options import ValidateOptions
@@ -108,6 +109,12 @@ class SubjectRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ]
     attention: Annotated[
         tuple[AttentionDifference, ...], means("what its attentions have otherwise than the bundle's")
+    ] = ()
+    weights: Annotated[
+        int, means("of a graph that is wrong: weights of the bundle's GEMMs that were looked for in it")
+    ] = 0
+    missing_weights: Annotated[
+        tuple[str, ...], means("those that it does not have, in any layout: it is another model")
     ] = ()
 
 
@@ -377,6 +384,12 @@ class Subject:
             AttentionDifference(attribute=name, bundle=ours, subject=theirs, nodes=tuple(nodes))
             for (name, ours, theirs), nodes in found.items()
         )
+
+    def compare_weights(self) -> None:
+        """Add to its record which weights of the bundle a graph does not have."""
+        if self.kind is SubjectKind.GRAPH and self._file is not None and self.record is not None:
+            missing, count = missing_weights(load_graph(self.bundle.model_path), load_graph(self._file))
+            self.record = structs.replace(self.record, weights=count, missing_weights=tuple(missing))
 
     def _plan_verdict(self, runner: Runner) -> PlanVerdict:
         """What its kernels show, by TensorRT's inspector and by the plan itself."""

@@ -106,6 +106,28 @@ def test_another_export_that_is_wrong_fails_with_exit_1(bundle, other, run_cli, 
     assert check_report(data) == []
     assert data["verdict"]["outcome"] == "failed"
     assert data["verdict"]["findings"][0]["kind"] == Kind.WRONG_OUTPUTS
+    (subject,) = data["subjects"]
+    assert subject["missing_weights"] == ["q.weight.T"], "that it is another model is said"
+    assert Kind.OTHER_WEIGHTS in [each["kind"] for each in data["verdict"]["findings"]]
+
+
+def in_another_layout(model):
+    """The projections of keys and values as one, in float32, with the columns of the input reversed."""
+    tensors = {each.name: each for each in model.graph.initializer}
+    key, value = (numpy_helper.to_array(tensors[f"{name}.weight.T"]) for name in "kv")
+    packed = np.concatenate([key, value], axis=1)[::-1].astype(np.float32)
+    tensors["k.weight.T"].CopyFrom(numpy_helper.from_array(packed[:, :32].astype(np.float16), "k.weight.T"))
+    tensors["v.weight.T"].CopyFrom(numpy_helper.from_array(packed.T.copy(), "packed"))
+    nodes = [node for node in model.graph.node if "v.weight.T" in node.input]
+    nodes[0].input[1] = "k.weight.T"
+
+
+def test_a_wrong_graph_with_the_same_weights_in_another_layout_is_not_another_model(bundle, other):
+    report = md.validate(bundle, graphs=[other(in_another_layout)], **QUICK)
+    assert not report.passed
+    (subject,) = report.record.subjects
+    assert (subject.weights, subject.missing_weights) == (4, ())
+    assert Kind.OTHER_WEIGHTS not in [each.kind for each in report.findings]
 
 
 def test_an_attention_without_its_causal_mask_is_named(bundles, tmp_path):
