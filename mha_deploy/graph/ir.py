@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import Dim
 from mha_deploy.errors import DeployError
-from mha_deploy.graph.roles import MOVES
+from mha_deploy.graph.roles import IN_ORDER, MOVES
 
 if TYPE_CHECKING:
     from onnx.reference import ReferenceEvaluator
@@ -28,6 +28,7 @@ _MOST_ITERATIONS = 10**6  # of loops, in one call of the reference evaluator
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 FP8 = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E5M2)
+_COUNTS = {ir.DataType.INT32, ir.DataType.INT64}
 
 
 # -- Read nodes and values -------------------------------------------------------------------------
@@ -192,6 +193,35 @@ def constant_number(value: ir.Value | None) -> float | None:
 def perm(node: ir.Node) -> tuple[int, ...]:
     """The permutation of a Transpose; without one, the axes are reversed."""
     return tuple(node.attributes.get_ints("perm") or reversed(range(rank(node.inputs[0]) or 0)))
+
+
+def origin(value: ir.Value | None) -> ir.Value | None:
+    """The value that has the same integers before reshapes and casts between integer types."""
+    while (node := made_by(value, "Cast", *IN_ORDER)) is not None:
+        source = node.inputs[0]
+        # A cast to any other type may change the numbers: FP16 has not all integers, booleans have two.
+        casts = node.op_type == "Cast"
+        if source is None or (casts and not {source.dtype, node.outputs[0].dtype} <= _COUNTS):
+            break
+        value = source
+    return value
+
+
+def counts_up(value: ir.Value | None, *, axis: int = -1) -> bool:
+    """Whether a value is 0, 1, 2 … along an axis, the last one by default, and the same along all others."""
+    expand = made_by(value, "Expand")
+    source = value if expand is None else expand.inputs[0]
+    shape = list(dims(source))
+    if len(shape) < -axis or (expand is not None and not same_size(shape[axis], dim(value, axis))):
+        return False
+    del shape[axis]
+    if any(size != 1 for size in shape):
+        return False
+    source = origin(source)
+    node, tensor = made_by(source, "Range"), constant(source)
+    if tensor is not None:
+        return bool(np.array_equal(tensor.numpy().reshape(-1), np.arange(tensor.size)))
+    return node is not None and [constant_number(node.inputs[at]) for at in (0, 2)] == [0.0, 1.0]
 
 
 # -- Change a graph --------------------------------------------------------------------------------

@@ -94,6 +94,70 @@ def test_a_boolean_mask_is_taken_apart(condition, mask, causal):
     assert (node.mask, node.is_causal) == (mask, causal)
 
 
+def indexed(begin="zero", *, end="y = Attention (q, k, v, mask)"):
+    """`keys[b, k]` for all batch elements and the keys from `begin` on, as transformers reads its mask."""
+    body = f"""
+   zero = Constant <value_int=0> ()
+   one = Constant <value_int=1> ()
+   minus = Constant <value_int=-1> ()
+   front = Constant <value_ints=[0, 1, 2]> ()
+   behind = Constant <value_ints=[1, 2, 3]> ()
+   inner = Constant <value_ints=[-1]> ()
+   n = Shape <start=0, end=1> (keys)
+   batch = Squeeze (n)
+   m = Shape <start=1, end=2> (keys)
+   length = Squeeze (m)
+   stop = Add (length, {begin})
+   batches = Range (zero, batch, one)
+   numbers = Range ({begin}, stop, one)
+   by_b = Unsqueeze (batches, behind)
+   by_k = Unsqueeze (numbers, front)
+   both = Max (by_b, by_k)
+   all = Shape (both)
+   every_b = Expand (by_b, all)
+   every_k = Expand (by_k, all)
+   b_index = Unsqueeze (every_b, inner)
+   k_index = Unsqueeze (every_k, inner)
+   indices = Concat <axis=-1> (b_index, k_index)
+   of_keys = GatherND (keys, indices)
+   s = Shape <start=2, end=3> (q)
+   square = Concat <axis=0> (last, last, s, last)
+   mask = Expand (of_keys, square)
+   {end}"""
+    return model_of(body, inputs=", bool[B,S] keys")
+
+
+def operators(model):
+    return {node.op_type for node in model.graph}
+
+
+WRITTEN_OUT = """t = Transpose <perm=[0, 1, 3, 2]> (k)
+   scores = MatMul (q, t)
+   low = Constant <value_float=-1e9> ()
+   masked = Where (mask, scores, low)
+   weights = Softmax (masked)
+   y = MatMul (weights, v)"""
+
+
+@pytest.mark.parametrize("end", ["y = Attention (q, k, v, mask)", WRITTEN_OUT])
+def test_a_mask_is_read_before_an_index_of_all_its_keys(end):
+    fused, report = fused_alike(indexed(end=end), feeds(keys=left_padded()))
+    assert not {"GatherND", "Range"} & operators(fused)
+    assert report.repairs
+    assert attention_nodes(fused)
+    fused_alike(indexed(end=end), feeds(B=1, S=1, keys=np.ones((1, 1), bool)))
+
+
+def test_other_indices_stay_and_those_without_attention():
+    inputs = feeds(keys=left_padded())
+    reordered, _ = fused_alike(indexed("minus"), inputs)  # the last key is the first
+    assert "GatherND" in operators(reordered)
+    end = "of_queries = Transpose <perm=[0, 1, 3, 2]> (of_keys)\n   y = Where (of_queries, q, k)"
+    other, report = fused_alike(indexed(end=end), inputs)
+    assert "GatherND" in operators(other)
+    assert not report.repairs
+
+
 def test_a_window_stays_a_mask_beside_the_triangle():
     body = f"""{TRIANGLE}
    width = Constant <value_int=2> ()

@@ -305,45 +305,13 @@ KEYS = {
 }
 
 
-def indexed(begin: str = "i0") -> list[onnx.NodeProto]:
-    """`keys[b, k]` for all batch elements and keys from `begin` on, as transformers writes it."""
-    return [
-        node("Shape", "keys", "shape"),
-        *(node("Gather", f"shape i{axis}", f"size{axis}") for axis in (0, 1)),
-        node("Range", "i0 size0 i1", "batches"),
-        node("Add", f"size1 {begin}", "end"),
-        node("Range", f"{begin} end i1", "numbers"),
-        node("Unsqueeze", "batches 123", "b"),
-        node("Unsqueeze", "numbers 012", "k"),
-        node("Max", "b k", "both"),
-        node("Shape", "both", "all"),
-        *(node("Expand", f"{name} all", f"{name}_all") for name in ("b", "k")),
-        *(node("Unsqueeze", f"{name}_all last", f"{name}_index") for name in ("b", "k")),
-        node("Concat", "b_index k_index", "indices", axis=-1),
-        node("GatherND", "keys indices", "mask"),
-    ]
-
-
-INDICES = {"i0": np.array(0), "i1": np.array(1), "minus": np.array(-1), "last": np.array([-1])}
-INDICES |= {"012": np.array([0, 1, 2]), "123": np.array([1, 2, 3])}
-# As PyTorch's exporter states them; shape inference does not know the length of a Range.
-INDEXED: dict[str, list[str | int]] = {"b": ["B", 1, 1, 1], "k": [1, 1, 1, "S"]}
-INDEXED |= {name: ["B", 1, 1, "S"] for name in ("b_all", "k_all", "mask")}
-KEYS["indexed"] = indexed()
-
-
 def causal_with_keys(nodes: list[onnx.NodeProto]) -> ir.Model:
     """Attention with a mask that these nodes make of `keys`."""
     attention = node("Attention", "x x x mask", "y", q_num_heads=4, kv_num_heads=4, is_causal=1)
     constants = {"1": np.array([1]), "12": np.array([1, 2])}
-    constants |= {"low": np.array(-np.inf, np.float16), "zero": np.array(0, np.float16)} | INDICES
+    constants |= {"low": np.array(-np.inf, np.float16), "zero": np.array(0, np.float16)}
     inputs = {"x": KEY_MASK, "keys": (TensorProto.BOOL, ["B", "S"])}
-    model = model_of([*nodes, attention], inputs, {"y": KEY_MASK}, constants)
-    if any(each.op_type == "GatherND" for each in nodes):
-        for value in (value for each in model.graph for value in each.outputs):
-            if (shape := INDEXED.get(str(value.name))) is not None:
-                value.shape = ir.Shape(shape)
-    return model
+    return model_of([*nodes, attention], inputs, {"y": KEY_MASK}, constants)
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -356,17 +324,9 @@ def test_a_causal_mask_of_keys_is_read_as_it_is(name: str) -> None:
         "has_key_mask": 1,
         "causal": TOP_LEFT,
     }
-    assert not {"Where", "Expand", "Log", "GatherND"} & set(operators(lowered))
+    assert not {"Where", "Expand", "Log"} & set(operators(lowered))
     keys = np.array([[1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1], [0, 1, 0, 1, 0]], bool)
     assert_same(model, lowered, random_inputs(model, {"B": 4, "S": 5}, keys=keys))
-
-
-def test_keys_that_are_indexed_in_another_order_stay_indexed() -> None:
-    model = causal_with_keys(indexed(begin="minus"))  # the last key is the first
-    lowered = lower(model, "plugin")
-    assert "GatherND" in operators(lowered)
-    keys = np.array([[1, 1, 0, 0, 0], [0, 0, 1, 1, 1]], bool)
-    assert_same(model, lowered, random_inputs(model, {"B": 2, "S": 5}, keys=keys))
 
 
 def test_a_mask_of_keys_without_a_diagonal_or_of_one_batch_element_is_a_bias() -> None:

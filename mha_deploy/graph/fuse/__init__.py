@@ -65,6 +65,7 @@ __all__ += ["from_old_opset", "fuse_attention", "place_of", "share_tied_weights"
 TWICE = "the scores are computed once more: the file uses them elsewhere, too"
 UNBOUNDED = "scores beyond {:g} are not bounded as in the file"
 ROTARY = "the rotary embedding, which the file writes out, is one node"
+UNINDEXED = "it is read before the index of all its numbers in their order"
 # What makes Q and K, before any rotary embedding
 _BEFORE_ROTARY = (*MATMULS, "Attention", "RotaryEmbedding")
 EXPANDED = "Q, K and V are expanded to each other and to the mask: the file does not state equal sizes"
@@ -199,13 +200,15 @@ class _Fusion:
         # What the report gets in the end: a tuple that grows would be copied each time.
         self._fused, self._repairs = list[FusedAttention](), list[Repair]()
         self._already, self._order = list[str](), list[str]()
+        self._unindexed = list[str]()  # what is read before an index
+        self._read_before_indices()
         self._spelling = Spelling(model, self._free_prefix("respelled"))
         self._obstacle = values.why_opset_stays(model)
 
     @property
     def respelled(self) -> bool:
         """Whether the nodes of the file were rewritten, even if they are back."""
-        return bool(self._spelling)
+        return bool(self._spelling or self._unindexed)
 
     def run(self) -> None:
         """Visit every node, and count what is left."""
@@ -235,6 +238,8 @@ class _Fusion:
             self._spelling.restore()
             sort(self._model.graph)
         self._write_rotary()
+        for name in self._unindexed if self._order else ():
+            self._note(name, [UNINDEXED])
         self.report.fused, self.report.repairs = tuple(self._fused), tuple(self._repairs)
         self.report.already, self.report.layers = tuple(self._already), tuple(self._order)
         self.report.unfused = tuple(
@@ -248,6 +253,20 @@ class _Fusion:
             for node in (nodes_in(self._model.graph) if refusals else ())
             if (refusal := refusals.get(node)) is not None
         )
+
+    def _read_before_indices(self) -> None:
+        """Let masks be read before an index that takes all of them in their order.
+
+        It is gone for good, in front of the recognizer: TensorRT 8.6 computed NaN with such an index.
+        """
+        for node in [each for each in nodes_in(self._model.graph) if is_op(each, "GatherND")]:
+            axes, before = write.axes_added_by_index(node), list(node.inputs)
+            if axes is None or before[0] is None:
+                continue
+            builder = NodeBuilder(self._free_prefix(values.module_of(node)))
+            replace_node(node, builder, {0: builder.unsqueeze(before[0], *axes) if axes else before[0]})
+            write.remove_unused(before, constants=True)
+            self._unindexed.append(builder.prefix)
 
     def _fuse(self, softmax: Normalisation) -> None:
         if self._obstacle is not None:

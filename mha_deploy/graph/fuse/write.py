@@ -27,7 +27,18 @@ from mha_deploy.graph.fuse.mask_pattern import (
 from mha_deploy.graph.fuse.pattern import Operand, Pattern, Sink, unwrap
 from mha_deploy.graph.fuse.values import NotFused, Size, sizes_of
 from mha_deploy.graph.fuse.verify import Boundary, mask_stops
-from mha_deploy.graph.ir import NodeBuilder, constant, input_at, is_op, replace_node, replace_value
+from mha_deploy.graph.ir import (
+    NodeBuilder,
+    constant,
+    counts_up,
+    dims,
+    input_at,
+    is_op,
+    made_by,
+    replace_node,
+    replace_value,
+    same_size,
+)
 
 _WEIGHTS = 3  # qk_matmul_output_mode: the result of the softmax
 
@@ -344,6 +355,30 @@ def repair_rotary(node: ir.Node, builder: NodeBuilder) -> list[str]:
     if node.graph is not None:
         node.graph.insert_before(node, builder.live_nodes(each for each in node.inputs if each is not None))
     return ["the tables are copied over the batch"]
+
+
+def axes_added_by_index(node: ir.Node) -> list[int] | None:
+    """The axes of size 1 that a GatherND adds, where it takes a whole tensor in its order; else None.
+
+    `transformers` reads a padding mask as `mask[b, k]` for all batch elements and keys.
+    """
+    indices, sizes, shape = made_by(input_at(node, 1), "Concat"), dims(node.inputs[0]), dims(node.outputs[0])
+    if indices is None or not sizes or node.attributes.get_int("batch_dims", 0) != 0:
+        return None
+    if len(indices.inputs) != len(sizes) or indices.attributes.get_int("axis", 0) not in (-1, len(shape)):
+        return None
+    kept = list[int]()  # the axis of the result for each of the source
+    for size, each in zip(sizes, indices.inputs, strict=True):
+        index = input_at(made_by(each, "Unsqueeze"), 0)
+        axis = next((at for at in range(len(shape)) if at not in kept and same_size(shape[at], size)), None)
+        whole = len(dims(index)) == len(shape) and all(map(same_size, dims(index), shape))
+        if axis is None or axis < max(kept, default=0) or not whole:
+            return None
+        if size != 1 and not counts_up(index, axis=axis - len(shape)):
+            return None
+        kept.append(axis)
+    added = [at for at in range(len(shape)) if at not in kept]
+    return added if all(shape[at] == 1 for at in added) else None
 
 
 def share_tied_weights(model: ir.Model) -> None:

@@ -20,6 +20,7 @@ from mha_deploy.graph.ir import (
     infer_shapes,
     input_at,
     made_by,
+    origin,
     output_at,
     prefix_within,
     prefixes_in,
@@ -37,8 +38,6 @@ ENTRIES_NOTE = "mha_deploy.cache_entries"
 
 IN_PLACE_NOTE = "mha_deploy.cache_in_place"
 """Metadata key of a model that updates caches in place: JSON, from each output to its cache."""
-
-_INTEGERS = {ir.DataType.INT32, ir.DataType.INT64}
 
 TOTAL_LENGTH = "total_length"
 """The additional input of ONNX Runtime's `GroupQueryAttention`: an int32 scalar.
@@ -119,18 +118,6 @@ def _ends_behind(node: ir.Node, starts: ir.Value, S: Dim) -> bool:
         return False
     pairs = (add.inputs, add.inputs[::-1])
     return any(origin(before) is origin(starts) and same_size(S, number_of(new)) for before, new in pairs)
-
-
-def origin(value: ir.Value | None) -> ir.Value | None:
-    """The value that has the same integers before reshapes and casts between integer types."""
-    while (node := made_by(value, "Cast", "Identity", "Squeeze", "Unsqueeze", "Reshape")) is not None:
-        source = node.inputs[0]
-        # A cast to any other type may change the numbers: FP16 has not all integers, booleans have two.
-        casts = node.op_type == "Cast"
-        if source is None or (casts and not {source.dtype, node.outputs[0].dtype} <= _INTEGERS):
-            break
-        value = source
-    return value
 
 
 def number_of(value: ir.Value | None) -> Dim:

@@ -33,6 +33,7 @@ from mha_deploy.graph.ir import (
     constant,
     constant_ints,
     constant_number,
+    counts_up,
     dim,
     dims,
     graph_of_node,
@@ -42,6 +43,7 @@ from mha_deploy.graph.ir import (
     made_by,
     new_initializer,
     nodes_behind,
+    origin,
     part_of,
     perm,
     prefix_within,
@@ -203,14 +205,13 @@ def prefix_lengths(mask: ir.Value, *, batch: Dim) -> ir.Value | None:
     if counted is None or lengths is None or lengths.dtype not in _INTEGERS or len(shape) < 2:
         return None
     of_batch = same_size(shape[0], batch) and all(size == 1 for size in shape[1:])
-    is_prefix = of_batch and len(shape) >= len(dims(counted)) and _counts_up(counted)
+    is_prefix = of_batch and len(shape) >= len(dims(counted)) and counts_up(counted)
     return _one_axis(lengths) if is_prefix else None
 
 
 def visible_keys(b: NodeBuilder, mask: ir.Value, *, batch: Dim) -> ir.Value | None:
     """A mask that is the same for all queries and heads as int32 `[B, T]`; None for another mask."""
     condition, inverted = _condition_of(mask)
-    condition = _before_gather(condition)
     shape = dims(condition)
     by_key = len(shape) > 1 and same_size(shape[0], batch) and all(size == 1 for size in shape[1:-1])
     if condition is None or condition.dtype != ir.DataType.BOOL or not by_key:
@@ -254,39 +255,6 @@ def _before_layout(mask: ir.Value) -> ir.Value:
         if not (ends and same and all(size == 1 for size in before[1:-1])):
             return value
         value = source
-
-
-def _before_gather(mask: ir.Value | None) -> ir.Value | None:
-    """A mask `[B, T]` before it was indexed by all batch elements and all keys, as `mask[b, k]` is."""
-    gather = made_by(mask, "GatherND")
-    source, indices = input_at(gather, 0), made_by(input_at(gather, 1), "Concat")
-    if gather is None or indices is None or len(indices.inputs) != 2 or rank(source) != 2:
-        return mask
-    (batch, keys), shape = dims(source), dims(mask)
-    whole = same_size(batch, shape[0]) and same_size(keys, shape[-1])
-    last = indices.attributes.get_int("axis", 0) in (-1, len(shape))
-    if not (whole and last) or gather.attributes.get_int("batch_dims", 0) != 0:
-        return mask
-    of_batch, of_keys = (input_at(made_by(each, "Unsqueeze"), 0) for each in indices.inputs)
-    in_order = batch == 1 or _counts_up(of_batch, axis=-len(shape))
-    return source if in_order and _counts_up(of_keys) else mask
-
-
-def _counts_up(value: ir.Value | None, *, axis: int = -1) -> bool:
-    """Whether a value is 0, 1, 2 … along an axis, the last one by default, and the same along all others."""
-    expand = made_by(value, "Expand")
-    source = value if expand is None else expand.inputs[0]
-    shape = list(dims(source))
-    if len(shape) < -axis or (expand is not None and not same_size(shape[axis], dim(value, axis))):
-        return False
-    del shape[axis]
-    if any(size != 1 for size in shape):
-        return False
-    source = kv.origin(source)
-    node, tensor = made_by(source, "Range"), constant(source)
-    if tensor is not None:
-        return bool(np.array_equal(tensor.numpy().reshape(-1), np.arange(tensor.size)))
-    return node is not None and [constant_number(node.inputs[at]) for at in (0, 2)] == [0.0, 1.0]
 
 
 def _one_axis(lengths: ir.Value) -> ir.Value | None:
@@ -460,11 +428,11 @@ def _positions(rotary: Rotary, starts: ir.Value | None, *, batch: Dim) -> int | 
     if value is None:
         tokens = dim(rotary.cos, 0)
         return plugin.FROM_ZERO if tokens == 1 else plugin.PER_TOKEN if same_size(tokens, batch) else None
-    if _counts_up(value):
+    if counts_up(value):
         return plugin.FROM_ZERO
     source = input_at(made_by(value, "Expand"), 0) or value
     for counted, begin in _orders(made_by(source, "Add")) if starts is not None else ():
-        if _counts_up(counted) and kv.origin(begin) is kv.origin(starts):
+        if counts_up(counted) and origin(begin) is origin(starts):
             return plugin.FROM_STARTS
     return plugin.GIVEN
 
@@ -496,7 +464,7 @@ def _folded(model: ir.Model, table: ir.Value, length: int | None) -> ir.Value | 
     behind = list(nodes_behind([table], lambda node: [] if is_op(node, "Range") else node.inputs))
     ranges = [node for node in behind if is_op(node, "Range")]
     known = all(is_op(node, *_FOR_EACH_POSITION) for node in behind if node not in ranges)
-    if length is None or len(ranges) != 1 or not known or not _counts_up(ranges[0].outputs[0]):
+    if length is None or len(ranges) != 1 or not known or not counts_up(ranges[0].outputs[0]):
         return None
     positions = ranges[0].outputs[0]
     try:
