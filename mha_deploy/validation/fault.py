@@ -289,32 +289,25 @@ def bisect(bundle: Bundle, backend: str | None, on_step: OnStep, graph: Path | N
             what = "Only an engine or a graph runtime can be bisected."
             raise DeployError(what, got=backend, hint=", ".join(RUNNERS))
         name, open_model = runtime.name, twin_opener(runtime.engine, bundle)
-    trusted = list[TrustedValues]()
 
-    def reference(case: GoldenCase) -> ReferenceValues | None:
+    def reference(case: GoldenCase) -> TrustedValues:
         on_step("reference", 0, 0)
-        trusted.append(reference_for(bundle, case, name, uncounted(on_step)))
-        return trusted[0].values if trusted[0].doubt is None else None
+        return reference_for(bundle, case, name, uncounted(on_step))
 
-    found = bisect_bundle(bundle, name, open_model, reference, uncounted(on_step), graph)
-    for each in trusted:
-        found = structs.replace(
-            found, reference=each.title, doubt=each.doubt, module_unused=each.module_unused
-        )
-    return found
+    return bisect_bundle(bundle, name, open_model, reference, uncounted(on_step), graph)
 
 
 def bisect_bundle(
     bundle: Bundle,
     backend: str,
     open_model: OpenModel,
-    reference_of: Callable[[GoldenCase], ReferenceValues | None],
+    reference_of: Callable[[GoldenCase], TrustedValues],
     on_step: OnName = silent,
     graph: Path | None = None,
 ) -> Bisection:
     """Find where a runtime leaves the oracle: the first golden case that is wrong, its attentions, its nodes.
 
-    Without a reference for values inside, the nodes are left out.
+    Where the reference for values inside may be wrong itself, the nodes are left out.
     """
     search, name = _FaultSearch(bundle, open_model, on_step, graph), bundle.manifest.spec.name
     whole = search.whole()
@@ -326,7 +319,9 @@ def bisect_bundle(
     last_right, first = search.attentions()
     bad = search.values[first.output] if first is not None else whole.output
     good = [] if last_right is None else [search.values[last_right]]
-    node, unseen = (None, []) if reference is None else search.nodes(bad, good, first or whole, reference)
+    node, unseen = None, list[str]()
+    if reference.doubt is None:
+        node, unseen = search.nodes(bad, good, first or whole, reference.values)
     return structs.replace(
         found,
         wrong=f"{whole.output}: {whole.problem}",
@@ -335,6 +330,9 @@ def bisect_bundle(
         first_node=node,
         unseen=tuple(unseen),
         runs=search.runs,
+        reference=reference.title,
+        doubt=reference.doubt,
+        module_unused=reference.module_unused,
     )
 
 
