@@ -19,7 +19,7 @@ from mha_deploy.engine.build import (
     run_trials,
 )
 from mha_deploy.engine.engine import Engine, default_backend, reasons_not_to_run
-from mha_deploy.engine.lowered import PLUGIN, candidates_for
+from mha_deploy.engine.lowered import NATIVE, PLUGIN, candidates_for
 from mha_deploy.engine.plugins import PluginError, library_for
 from mha_deploy.environment import gpus
 from mha_deploy.errors import BackendUnavailable, DeployError
@@ -33,7 +33,7 @@ from mha_deploy.report.table import Cell, RawRow, Table, number, share_cell, tab
 from mha_deploy.results import Report
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.tensorrt.builder import parse_targets
-from mha_deploy.runtime.tensorrt.versions import NotFusedError, TensorRT, load
+from mha_deploy.runtime.tensorrt.versions import EngineError, NotFusedError, TensorRT, load
 from mha_deploy.text import error as error_text
 from mha_deploy.validation.run import validate_bundle
 from mha_deploy.validation.verdict import Validation
@@ -190,6 +190,17 @@ def _refuse_builder(model: Model, options: EngineOptions, precision: str) -> Non
         hint = "--allow-decomposed writes it as matmuls: slower, not fused"
         raise NotFusedError("softcap is not supported by any fused kernel.", got=softcap, hint=hint)
     rt = load(options.backend or default_backend())
+    if precision == "bf16" and not rt.can.bf16_type:
+        raise EngineError(f"{rt.title} has no BF16.", got="--precision bf16", hint="--precision fp16")
+    # In your own model, an attention with a single query may be fused: only its graph shows that.
+    is_layer = isinstance(model.source, AttentionSpec) and model.source.axes["S"].max > 1
+    if is_layer and precision == "fp32" and options.attention == NATIVE and not options.allow_decomposed:
+        problem = f"{rt.title} has no fused kernel for attention in FP32."
+        hint = (
+            "--precision fp16 or bf16; --allow-decomposed writes it as matmuls: slower, not fused; "
+            "--no-engine validates the graph alone"
+        )
+        raise NotFusedError(problem, got="--precision fp32", hint=hint)
     # `auto` is FP16 but for what overflows.
     candidates = candidates_for(rt, options, "fp16" if precision in (AUTO, *EIGHT_BITS) else precision)
     if any(candidate.attention == PLUGIN for candidate in candidates):
