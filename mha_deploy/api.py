@@ -666,6 +666,8 @@ def validate(
     graphs, engines = (tuple(map(Path, each)) for each in (settings.graphs, settings.engine_files))
     settings, report = replace(settings, graphs=graphs, engine_files=engines), on_step or silent
     refuse_contradictions(settings, has_runners=bool(runners))
+    if settings.steps:
+        refuse_steps(bundle, settings.steps, settings.prompt, settings.batch)
     if settings.url is not None:
         from mha_deploy.validation.server import validate_server
 
@@ -1325,6 +1327,14 @@ def refuse_outputs(folder: Path, name: str, *, record: Path | None = None, overw
         from mha_deploy.regression.record import check_record
 
         check_record(record)
+
+
+def refuse_steps(bundle: Bundle | StrPath, steps: int, prompt: int | None, batch: int | None) -> None:
+    """Refuse, before long work, decode steps that the model of a bundle does not allow."""
+    from mha_deploy.bundle.cases import refuse_steps
+
+    opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify=False)
+    refuse_steps(opened.manifest.spec, steps, prompt, batch)
 
 
 def refuse_image(path: Path, *, overwrite: bool, inputs: Sequence[StrPath]) -> None:

@@ -745,17 +745,44 @@ def check_steps(spec: ModelSpec, prompt: np.ndarray, steps: int) -> KVCache:
     longest = int(prompt.max())
     sizes = [(spec.batch_name, len(prompt)), (cache.new, longest), (cache.new, 1)]
     for name, size in sizes if cache.past is None else [*sizes, (cache.past, 0)]:
-        axis = spec.axes.get(name)
-        if axis is not None and not axis.min <= size <= axis.max:
-            problem = f"Axis {name} of {spec.name} does not allow these steps."
-            hint = f"a size from {axis.min} to {axis.max}, or export it for others"
-            raise DeployError(problem, got=f"{name}={size}", hint=hint)
+        _check_size(spec, name, size)
     if longest + steps > cache.room:
         most = cache.room - longest
         hint = f"{most} steps at most" if most > 0 else f"{cache.room} tokens in all at most"
         problem = f"The tokens do not fit into the cache of {spec.name}."
         raise DeployError(problem, got=f"a prompt of {longest} tokens and {steps} steps", hint=hint)
     return cache
+
+
+def _check_size(spec: ModelSpec, name: str, size: int) -> None:
+    axis = spec.axes.get(name)
+    if axis is not None and not axis.min <= size <= axis.max:
+        problem = f"Axis {name} of {spec.name} does not allow these steps."
+        hint = f"a size from {axis.min} to {axis.max}, or export it for others"
+        raise DeployError(problem, got=f"{name}={size}", hint=hint)
+
+
+def refuse_steps(
+    spec: ModelSpec, steps: int, prompt: int | None = None, batch: int | None = None
+) -> tuple[int, int]:
+    """The prompt and the batch of drawn steps, which have defaults; refused if the model allows no such."""
+    cache = spec.kv_cache
+    if cache is None:
+        hint = "--cache dynamic or preallocated for a catalog layer, kv_cache= for a model of your own"
+        raise DeployError(f"{spec.name} has no KV cache.", got=f"--steps {steps}", hint=hint)
+    if prompt is None:  # of the usual length, or as much of it as leaves room for the steps
+        prompt = min(spec.axes[cache.new].opt, cache.room - steps)
+        if prompt < 1:
+            problem = f"The cache of {spec.name} has no room for a prompt and so many steps."
+            most = f"{cache.room - 1} steps at most" if cache.room > 1 else "export it with a larger cache"
+            raise DeployError(problem, got=f"--steps {steps}", hint=most)
+    if batch is not None and spec.batch is None:
+        problem, got = f"The axis of the batch of {spec.name} is not known.", f"--batch {batch}"
+        raise DeployError(problem, got=got, hint=f"leave it out; the axes are {', '.join(spec.axes)}")
+    batch = spec.sizes("opt").get(spec.batch_name, 1) if batch is None else batch
+    _check_size(spec, spec.batch_name, batch)  # before an array of it is made
+    check_steps(spec, np.full(batch, prompt), steps)
+    return prompt, batch
 
 
 def check_trace(spec: ModelSpec, trace: DecodeTrace, precision: Precision) -> None:

@@ -504,6 +504,8 @@ def validate(
         problem = "--prompt and --batch have no effect without --steps."
         raise DeployError(problem, got=got, hint="add --steps 64")
     options["names"] = parse_pairs(options["names"], "--map", "theirs=ours")
+    if options["steps"]:
+        md.refuse_steps(bundle, options["steps"], options["prompt"], options["batch"])
     opened = md.open_bundle(bundle)
     name = opened.manifest.spec.name
     if self_test:

@@ -124,7 +124,7 @@ def prune_model(
 ) -> Bundle:
     """Export a model with fewer heads; the limit of its loss and its data are those of the options."""
     from mha_deploy.exporter.compress import compressed_bundle
-    from mha_deploy.exporter.prune import AUTO_HEADS, pool, prune
+    from mha_deploy.exporter.prune import AUTO_HEADS, pool, prune, refuse_heads
 
     if (heads is None) == (kv_heads is None):
         got = "neither" if heads is None else "both"
@@ -133,6 +133,9 @@ def prune_model(
         raise DeployError("heads is a number, or auto.", got=heads, hint="--heads 8")
     if heads == AUTO_HEADS and options.max_loss is None:
         raise DeployError("--heads auto needs a limit.", got="no --max-loss", hint="--max-loss 0.01")
+    if isinstance(model.source, AttentionSpec):  # before it is traced
+        layer = {"attention": (model.source.Hq, model.source.Hkv)}
+        refuse_heads(layer, heads=heads, kv_heads=kv_heads)
     limits: dict[str, Any] = {name: getattr(options, name) for name in ("max_loss", "data", "data_limit")}
     limits["metric"] = options.metric
     limits["on_step"] = uncounted(on_step)

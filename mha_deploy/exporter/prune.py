@@ -267,6 +267,28 @@ def _partners(
 # -- Which heads go ---------------------------------------------------------------------------------
 
 
+def refuse_heads(
+    found: Mapping[str, tuple[int, int]], *, heads: int | str | None = None, kv_heads: int | None = None
+) -> None:
+    """Refuse numbers of heads that attentions with so many (Hq, Hkv) cannot have, or have already."""
+    if heads == AUTO_HEADS:
+        return
+    wanted, kind = (int(heads or 0), "heads") if kv_heads is None else (kv_heads, "key/value heads")
+    for name, (query_heads, shared) in found.items():
+        counts = range(1, shared + 1)
+        if kv_heads is None:
+            known = [query_heads // shared * count for count in counts]
+        else:
+            known = [count for count in counts if shared % count == 0]
+        if wanted not in known:
+            hint = f"one of {', '.join(map(str, known))}"
+            raise DeployError(f"{name} cannot have so many {kind}.", got=wanted, hint=hint)
+    if all(wanted == own[0 if kv_heads is None else 1] for own in found.values()):
+        what = f"Every attention has so many {kind} already: the model would stay as it is."
+        hint = f"fewer {kind}, or `mha-deploy export` for the model as it is"
+        raise DeployError(what, got=wanted, hint=hint)
+
+
 def prune(
     original: Original,
     heads: int | str,
@@ -281,6 +303,7 @@ def prune(
     figure = None if metric is None else Metric(metric)
     with graph_code(f"graph {original.name}"):
         original, found, samples = _opened(original, data, data_limit)
+        refuse_heads(_counts(found), heads=heads)
         chosen_by, held_out, is_held_out = samples.split()
         program, gram = FileProgram(original.model), dict[str, np.ndarray]()
         few = list(islice(chosen_by, FEW))
@@ -388,6 +411,10 @@ def _in_plain_form(original: Original, model: ir.Model) -> ir.Model:
     return plain
 
 
+def _counts(found: Mapping[str, _PrunableHeads]) -> dict[str, tuple[int, int]]:
+    return {name: (each.Hq, each.Hkv) for name, each in found.items()}
+
+
 def _unit_title(unit: Unit, found: Mapping[str, _PrunableHeads]) -> str:
     """A head, or those that share a key/value head: they go together."""
     (name, number), each = unit, found[unit[0]]
@@ -426,14 +453,8 @@ def _down_to(
     """The heads that go so that each attention has so many query heads."""
     removed: list[Unit] = []
     for name, each in found.items():
-        if not 1 <= heads <= each.Hq or heads % each.group:
-            known = ", ".join(str(each.group * count) for count in range(1, each.Hkv + 1))
-            raise DeployError(f"{name} cannot have so many heads.", got=heads, hint=f"one of {known}")
         own = [unit for unit in order if unit[0] == name]
         removed += _greedy(found, own, gram)[: each.Hkv - heads // each.group]
-    if not removed:
-        what = "Every attention has so many heads already: none would be removed."
-        raise DeployError(what, got=heads, hint="fewer heads, or `mha-deploy export` for the model as it is")
     return removed
 
 
@@ -475,15 +496,7 @@ def pool(
     figure = None if metric is None else Metric(metric)
     with graph_code(f"graph {original.name}"):
         original, found, samples = _opened(original, data, data_limit)
-        for name, each in found.items():
-            if not 1 <= kv_heads <= each.Hkv or each.Hkv % kv_heads:
-                known = ", ".join(str(n) for n in range(1, each.Hkv + 1) if each.Hkv % n == 0)
-                what = f"{name} cannot have so many key/value heads."
-                raise DeployError(what, got=kv_heads, hint=f"one of {known}")
-        if all(each.Hkv == kv_heads for each in found.values()):
-            what = "Every attention has so many key/value heads already: none would be pooled."
-            hint = "fewer key/value heads, or `mha-deploy export` for the model as it is"
-            raise DeployError(what, got=kv_heads, hint=hint)
+        refuse_heads(_counts(found), kv_heads=kv_heads)
         chosen_by, held_out, is_held_out = samples.split()
         few, program = list(islice(chosen_by, FEW)), FileProgram(original.model)
         true = [program.run(sample.inputs) for sample in few]

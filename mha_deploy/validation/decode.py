@@ -23,6 +23,7 @@ from mha_deploy.bundle.cases import (
     position_inputs,
     prefill_calls,
     read_trace,
+    refuse_steps,
     without_padding,
 )
 from mha_deploy.bundle.folder import Bundle
@@ -568,11 +569,7 @@ def admits(runner: Runner, feeds: Arrays) -> bool:
 def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
     """The traces of a bundle, and one more where the options ask for steps, which the source computes."""
     spec, steps, found = bundle.manifest.spec, options.steps, list[DecodeTrace]()
-    cache = spec.kv_cache
-    if cache is None:
-        if steps:
-            hint = "--cache dynamic or preallocated for a catalog layer, kv_cache= for a model of your own"
-            raise DeployError(f"{spec.name} has no KV cache.", got=f"--steps {steps}", hint=hint)
+    if spec.kv_cache is None and not steps:
         return []
     for entry in bundle.manifest.traces:
         found.append(read_trace(bundle.file(entry.file), spec, bundle.manifest.precision, entry.source))
@@ -581,17 +578,7 @@ def traces_of(bundle: Bundle, options: ValidateOptions) -> list[DecodeTrace]:
             raise BundleError("A decode trace has another name than its file.", got=got, hint="export again")
     if not steps:
         return found
-    prompt = options.prompt
-    if prompt is None:  # of the usual length, or as much of it as leaves room for the steps
-        prompt = min(spec.axes[cache.new].opt, cache.room - steps)
-        if prompt < 1:
-            problem = f"The cache of {spec.name} has no room for a prompt and so many steps."
-            most = f"{cache.room - 1} steps at most" if cache.room > 1 else "export it with a larger cache"
-            raise DeployError(problem, got=f"--steps {steps}", hint=most)
-    if options.batch is not None and spec.batch is None:
-        problem, got = f"The axis of the batch of {spec.name} is not known.", f"--batch {options.batch}"
-        raise DeployError(problem, got=got, hint=f"leave it out; the axes are {', '.join(spec.axes)}")
-    batch = spec.sizes("opt").get(spec.batch_name, 1) if options.batch is None else options.batch
+    prompt, batch = refuse_steps(spec, steps, options.prompt, options.batch)
     if any(entry.source is Source.FILE for entry in bundle.manifest.golden):
         from mha_deploy.baselines.imported import FileCases
 

@@ -100,6 +100,14 @@ def test_heads_without_a_limit_are_refused_before_the_work_begins(tmp_path):
     assert steps == []
 
 
+@pytest.mark.parametrize("wanted", [{"heads": 3}, {"heads": 4}, {"heads": "9"}, {"kv_heads": 3}], ids=str)
+def test_numbers_that_a_layer_cannot_have_are_refused_before_it_is_traced(tmp_path, wanted):
+    steps = []
+    with pytest.raises(md.DeployError):
+        md.prune("tiny-gqa", tmp_path / "out", on_step=lambda name, *_: steps.append(name), **wanted)
+    assert steps == []
+
+
 def test_the_number_of_heads_and_its_loss(tmp_path):
     model = transformer(tmp_path / "model.onnx")
     bundle = md.prune(model, tmp_path / "out", heads=2, data=samples(3), **OPTIONS)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from bundle_edit import copy_of, edit_manifest, rehash
 
+import mha_deploy as md
 from mha_deploy.bundle.cases import plan_trace
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BundleError, DeployError
@@ -98,6 +99,13 @@ def test_more_steps_than_there_is_room_for_are_refused(bundles, name):
     with pytest.raises(DeployError, match="no room for a prompt") as caught:
         fresh(bundles(name), steps=64)
     assert (caught.value.got, caught.value.hint) == ("steps=64", "63 steps at most")
+
+
+def test_they_are_refused_before_any_work(bundles, tmp_path):
+    folder = copy_of(bundles("tiny-dynamic"), tmp_path / "bundle")
+    (folder / "model.onnx").unlink()  # what the work would begin with
+    with pytest.raises(DeployError, match="no room for a prompt"):
+        md.validate(folder, steps=64)
 
 
 @pytest.mark.parametrize(
