@@ -49,7 +49,7 @@ from mha_deploy.graph.quantize import (
 )
 from mha_deploy.metrics import AgreementCounts, count_agreement, joined_agreement
 from mha_deploy.model.precision import Precision, find_precision
-from mha_deploy.model.spec import Axes, ModelSpec, are_within
+from mha_deploy.model.spec import Axes, ModelSpec, sizes_beyond
 from mha_deploy.options import AUTO, ExportOptions, OnName, OnStep, Step, silent
 from mha_deploy.output import copy_file, scratch_folder
 from mha_deploy.runtime.user_code import graph_code
@@ -126,13 +126,8 @@ class Samples:
         found = False
         for sample in islice(samples, self.limit or None):
             taken = as_taken(sample, spec, precision)
-            beyond = [
-                f"{name} = {size}, not {spec.axes[name].min} to {spec.axes[name].max}"
-                for name, size in taken.sizes.items()
-                if not are_within({name: size}, spec.axes)
-            ]
-            if beyond:
-                self.outside[taken.name] = ", ".join(beyond)
+            if beyond := sizes_beyond(taken.sizes, spec.axes):
+                self.outside[taken.name] = beyond
                 continue
             found = True
             yield taken

@@ -544,7 +544,7 @@ def data_table(found: Data) -> Table:
             ])  # fmt: skip
         counts = f"{plural(each['samples'], 'sample')}, {each['failed']} wrong"
         counts += f", {each['not_verified']} not verified" if each["not_verified"] else ""
-        counts += f", {each['outside']} outside its profiles" if each["outside"] else ""
+        counts += f", {len(each['outside'])} outside its profiles" if each["outside"] else ""
         if used := each["share"]:
             counts += f"; budget used: median {budget_share(used['p50'])}, most {budget_share(used['max'])}"
         if metric := each["metric"]:

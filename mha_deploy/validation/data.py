@@ -29,7 +29,7 @@ from mha_deploy.bundle.samples import Sample, as_taken
 from mha_deploy.errors import DeployError, ExportError
 from mha_deploy.files import file_name, read_regular
 from mha_deploy.metrics import Agreement, AgreementCounts, count_agreement, joined_agreement
-from mha_deploy.model.spec import ModuleSpec, are_within
+from mha_deploy.model.spec import ModuleSpec, sizes_beyond
 from mha_deploy.options import OnStep, Step, ValidateOptions, silent
 from mha_deploy.output import append_file, is_result, write_file
 from mha_deploy.runtime.child import RuntimeCrash
@@ -101,7 +101,7 @@ class DataRuntime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     samples: Annotated[int, means("samples that it ran")]
     failed: Annotated[int, means("of them, wrong")]
     not_verified: Annotated[int, means("of them, without a result that shows anything")]
-    outside: Annotated[int, means("samples outside its profiles, not run")]
+    outside: Annotated[tuple[str, ...], means("the samples outside its profiles, which were not run")]
     share: Annotated[
         Quantiles | None, means("the share of the budget that samples use; null where there is no number")
     ]
@@ -116,7 +116,10 @@ class DataRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     source: Annotated[str, means("where the samples came from")]
     samples: Annotated[int, means("samples that were read")]
     resumed: Annotated[int, means("of them, computed in an earlier run that was interrupted")]
-    outside: Annotated[int, means("of them, beyond the axes of the bundle: not run")]
+    outside: Annotated[
+        dict[str, str],
+        means("the samples beyond the axes of the bundle, which were not run, and their sizes"),
+    ]
     sizes: Annotated[
         dict[str, tuple[int, int]], means("the smallest and the largest size of every axis in the samples")
     ]
@@ -322,7 +325,8 @@ def validate_data(
     )
     kept = _Kept(options.resume, header)
     make: Callable[[Sample], GoldenCase] | None = None
-    read = resumed = outside = 0
+    read = resumed = 0
+    outside = dict[str, str]()
     spans: dict[str, tuple[int, int]] = {}
     with ExitStack() as owned:
         tallies = []
@@ -337,8 +341,8 @@ def validate_data(
                 for axis, size in taken.sizes.items():
                     low, high = spans.get(axis, (size, size))
                     spans[axis] = (min(low, size), max(high, size))
-                if not are_within(taken.sizes, spec.axes):
-                    outside += 1
+                if beyond := sizes_beyond(taken.sizes, spec.axes):
+                    outside[taken.name] = beyond
                     continue
                 digest = taken.digest
                 known = [kept.known.get((digest, each.key)) for each in tallies]
@@ -503,7 +507,7 @@ def _conclude(tally: _Tally, measure: Metric | None, files: dict[str, Sample]) -
         samples=len(ran),
         failed=sum(each.outcome is Outcome.FAILED for each in ran),
         not_verified=sum(each is Outcome.NOT_VERIFIED for each in outcomes[: len(ran)]),
-        outside=len(tally.results) - len(ran),
+        outside=tuple(each.sample for each in tally.results if each.is_outside),
         share=_quantiles([each.share for each in ran if each.share is not None]),
         outputs=outputs,
         metric=metric,

@@ -652,7 +652,7 @@ def _about_subjects(report: Validation, options: ValidateOptions) -> Iterator[Fi
 def _about_data(data: DataRecord, axes: Mapping[str, Axis]) -> Iterator[Finding]:
     """Samples of the user's own that are wrong, show nothing, or were not run."""
     if data.outside:
-        numbers = {"outside": data.outside, "samples": data.samples}
+        numbers = {"outside": len(data.outside), "samples": data.samples}
         spans = ((name, axes[name], *span) for name, span in data.sizes.items() if name in axes)
         beyond = [f"{n} is {low}–{high}" for n, axis, low, high in spans if low < axis.min or high > axis.max]
         ranges = ", ".join(f"{name} {axis.min}–{axis.max}" for name, axis in axes.items())
@@ -661,7 +661,7 @@ def _about_data(data: DataRecord, axes: Mapping[str, Axis]) -> Iterator[Finding]
         yield _found(Severity.WARNING, Section.DATA, Kind.DATA_OUTSIDE, **about)
     for each in data.runtimes:
         if each.outside:
-            numbers = {"outside": each.outside, "samples": data.samples}
+            numbers = {"outside": len(each.outside), "samples": data.samples}
             about = {"numbers": numbers, "detail": f"the profiles of {each.runtime}"}
             yield _found(Severity.WARNING, Section.DATA, Kind.DATA_OUTSIDE, **about)
         worst = next((one for one in each.worst if one.outcome is not Outcome.PASSED), None)
