@@ -18,8 +18,10 @@ def _run() -> None:
     # PyTorch and its exporter are a million objects that stay: to look for garbage among them while they are
     # imported takes an eighth of the time.
     gc.set_threshold(50_000, 20, 100)
-    # A thread of PyTorch that has nothing to do leaves its core to the children, and to the other threads.
+    # A thread of PyTorch or NumPy that has nothing to do leaves its core to the children, and to the other
+    # threads. By itself OpenBLAS keeps a core busy for 2^26 cycles after each norm of ten thousand numbers.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
     defer_imports()
     from mha_deploy.cli import main
 

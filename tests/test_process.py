@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from bundle_edit import copy_of
 from fault_harness import assert_orderly, run
+from fresh_python import python
 from source_trees import nodes_of, source_trees
 
 import mha_deploy
@@ -223,6 +224,14 @@ def test_a_script_forgets_relative_entries_of_pythonpath(hostile, mark):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert ran(mark) == []
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, "4"), ({"OPENBLAS_THREAD_TIMEOUT": "26"}, "26")])
+def test_the_command_lets_idle_threads_sleep_unless_told_otherwise(given, expected):
+    kept = {name: value for name, value in os.environ.items() if name != "OPENBLAS_THREAD_TIMEOUT"}
+    code = "import os, sys\nfrom mha_deploy.__main__ import main\nsys.argv = ['', '--version']\nmain()\n"
+    done = python(code + "sys.stderr.write(os.environ['OPENBLAS_THREAD_TIMEOUT'])", env={**kept, **given})
+    assert done.stderr == expected
 
 
 # -- The verbs that start something --------------------------------------------------------------------
