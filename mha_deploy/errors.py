@@ -229,7 +229,7 @@ _REMEDIES = {
 _REMEDY_OF = {getattr(errno, name): hint for hint, names in _REMEDIES.items() for name in names}
 
 
-def way_to_write(error: OSError, otherwise: str = "a file on a local disk") -> str:
+def write_remedy(error: OSError, otherwise: str = "a file on a local disk") -> str:
     """What to try where the system refused to write, by its reason."""
     return _REMEDY_OF.get(error.errno or 0, otherwise)
 

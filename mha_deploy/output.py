@@ -24,7 +24,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mha_deploy.errors import BundleError, DeployError, way_to_write
+from mha_deploy.errors import BundleError, DeployError, write_remedy
 from mha_deploy.files import check_name, open_regular, read_regular
 
 TOOL = "mha-deploy"
@@ -84,7 +84,7 @@ def check_file(
             raise DeployError("The output is a link to nothing.", got=path, hint=hint) from error
         return real
     except OSError as error:
-        raise DeployError("The output cannot be written.", got=error, hint=way_to_write(error)) from error
+        raise DeployError("The output cannot be written.", got=error, hint=write_remedy(error)) from error
     if not stat.S_ISREG(found.st_mode):
         is_folder = stat.S_ISDIR(found.st_mode)
         hint = f"a file in it: {path / 'NAME'}" if is_folder else "the name of a file, or one that is free"
@@ -139,7 +139,7 @@ def write_files(files: Mapping[Path, tuple[bytes, IsOurs]], **rules: Any) -> Non
                     os.replace(new[path], real)
                 _flush_folder(real.parent)
     except OSError as error:
-        got, hint = f"{', '.join(map(str, files))}: {error}", way_to_write(error)
+        got, hint = f"{', '.join(map(str, files))}: {error}", write_remedy(error)
         raise DeployError("The output cannot be written.", got=got, hint=hint) from error
 
 
@@ -159,7 +159,7 @@ def append_file(path: Path, data: bytes, check: Callable[[Path], object]) -> Non
             _flush_folder(real.parent)
     except OSError as error:
         raise DeployError(
-            "The file cannot be written.", got=f"{path}: {error}", hint=way_to_write(error)
+            "The file cannot be written.", got=f"{path}: {error}", hint=write_remedy(error)
         ) from error
 
 

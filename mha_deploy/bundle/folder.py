@@ -26,7 +26,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from mha_deploy.bundle.manifest import FileEntry, Manifest
-from mha_deploy.errors import BundleError, DeployError, way_to_write
+from mha_deploy.errors import BundleError, DeployError, write_remedy
 from mha_deploy.files import check_name, check_plain, open_regular, read_json
 from mha_deploy.model.catalog import catalog_names
 from mha_deploy.output import commit_folder, put_file, refuse_occupied, temporary_folder
@@ -156,7 +156,7 @@ class BundleWriter:
             self.path = self._owned.enter_context(temporary_folder(self.place))
         except OSError as error:
             problem, got = "The output folder cannot be written.", f"{parent}: {error}"
-            raise BundleError(problem, got=got, hint=f"{way_to_write(error)}: another -o") from error
+            raise BundleError(problem, got=got, hint=f"{write_remedy(error)}: another -o") from error
         return self
 
     def finish(self, manifest: Manifest, check: Callable[[Bundle], None] | None = None) -> Bundle:

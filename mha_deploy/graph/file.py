@@ -17,7 +17,7 @@ import onnx
 import onnx_ir as ir
 from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto, TypeProto
 
-from mha_deploy.errors import DeployError, way_to_write
+from mha_deploy.errors import DeployError, write_remedy
 from mha_deploy.files import read_regular
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.ir import HOLD_TENSORS, graphs_of, infer_shapes, nodes_in
@@ -598,7 +598,7 @@ def commit_graph(model: ir.Model, output: Path) -> None:
             save_graph(model, folder / "new" / output.name)
             commit_files(folder / "new", output)
     except OSError as error:
-        hint = way_to_write(error)
+        hint = write_remedy(error)
         raise DeployError("The output cannot be written.", got=f"{output}: {error}", hint=hint) from error
 
 

@@ -279,8 +279,8 @@ def with_plain_weights(model: ir.Model) -> ir.Model:
         if source is None or tensor is None or len(tensor.shape) != 2 or old.is_graph_output():
             continue
         if is_op(node, "Transpose") and perm(node) == (1, 0):
-            turned = np.ascontiguousarray(tensor.numpy().T)
-            source = new_initializer(model.graph, f"{old.name}/transposed", turned, tensor.dtype)
+            transposed = np.ascontiguousarray(tensor.numpy().T)
+            source = new_initializer(model.graph, f"{old.name}/transposed", transposed, tensor.dtype)
         old.replace_all_uses_with(source)
         model.graph.remove(node, safe=True)
     return model

@@ -123,7 +123,7 @@ SECOND = [helper.make_node("MatMul", ["q", "kt"], ["r"]), helper.make_node("Mul"
             [helper.make_node("Max", ["s", "q", "k"], ["s2"])],
             "Max stands between the scores and the softmax.",
         ),
-        (BOTH_WAYS, "The scores come to the softmax in several ways. Relu z, Mul s2"),
+        (BOTH_WAYS, "The scores come to the softmax on several paths. Relu z, Mul s2"),
         (SECOND, "The scores are made of two matmuls"),
     ],
 )

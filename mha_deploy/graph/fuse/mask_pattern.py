@@ -1021,7 +1021,7 @@ class ScorePlace:
     def aligned(self, value: ir.Value, axes: Axes) -> ir.Value:
         """A tensor that is aligned to the last axes of scores, as `[B or 1, H or 1, S or 1, T or 1]`."""
         kind, own = value.type, axes[len(axes) - len(sizes_of(value) or ()) :]
-        value = self._copied(value, own)
+        value = self._expand_joined(value, own)
         if set(axes) == set(self.order):
             value = rejoined(value, own, self.order, self.sizes, self.builder, self.sources)
         else:
@@ -1030,8 +1030,8 @@ class ScorePlace:
         value.type = kind
         return value
 
-    def _copied(self, value: ir.Value, axes: Axes) -> ir.Value:
-        """A tensor with all of an axis that is taken apart, where it may have a single entry for it."""
+    def _expand_joined(self, value: ir.Value, axes: Axes) -> ir.Value:
+        """A tensor with each joined axis expanded to all that it joins: a size of another name may be 1."""
         dims = sizes_of(value) or []
         whole = {
             at: product(self.sizes[letter] for letter in axis)

@@ -486,7 +486,7 @@ def _reduced_axis(node: ir.Node, *, keepdims: bool = True) -> int | None:
 
 _MAX_STEPS = 32
 _MAX_BIASES = 4  # matmuls that are tried as that of Q and K
-_MAX_BETWEEN = 200  # nodes that are searched for other ways from the scores to the softmax
+_MAX_BETWEEN = 200  # nodes that are searched for other paths from the scores to the softmax
 MAX_NEAR = 64  # nodes that are searched for what a message names
 
 
@@ -580,7 +580,7 @@ def read_scores(softmax: Normalisation, scores: Scores) -> Matmul:
             biases = {each.value for each in scores.terms if isinstance(each, Bias) or each.nearest <= _FAR}
             if len(set(users).intersection(_nodes_between(value, softmax.source, biases))) > 1:
                 names = ", ".join(f"{user.op_type} {node_name(user)}" for user in users)
-                raise NotExpressible("The scores come to the softmax in several ways.", got=names)
+                raise NotExpressible("The scores come to the softmax on several paths.", got=names)
             scores.elsewhere = True
         if not key or len(scores.axes) != (rank(value) or 0):
             raise NotFused("The file does not state the shape of the scores.")

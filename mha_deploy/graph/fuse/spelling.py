@@ -1480,11 +1480,13 @@ def _einsum_of_several(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
             for pair in pairs
         ]
         shared = [set(texts[one]) & set(texts[other]) for one, other in pairs]
-        ways = [at for at in range(len(pairs)) if shared[at] - kept[at]]
-        ways += [at for at, pair in enumerate(pairs) if any(shared[at] == set(texts[each]) for each in pair)]
-        if not ways:
+        candidates = [at for at in range(len(pairs)) if shared[at] - kept[at]]
+        candidates += [
+            at for at, pair in enumerate(pairs) if any(shared[at] == set(texts[each]) for each in pair)
+        ]
+        if not candidates:
             return None
-        pair, wanted = pairs[ways[0]], kept[ways[0]]
+        pair, wanted = pairs[candidates[0]], kept[candidates[0]]
         letters = "".join(dict.fromkeys(letter for at in pair for letter in texts[at] if letter in wanted))
         equation = f"{','.join(texts[at] for at in pair)}->{letters}"
         made = builder.op("Einsum", *(given[at] for at in pair), equation=equation)

@@ -78,7 +78,7 @@ _MAX_DEPTH = 32  # more than any constant or mask needs; bounds the walk in a ho
 def walk(function: Callable[[ir.Value, int], _T]) -> Callable[..., _T | None]:
     """Remember what a recursive walk back from a value found, as long as it lasts.
 
-    A value may be reached in exponentially many ways: `x + x` twenty times has a million.
+    A value may be reached on exponentially many paths: `x + x` twenty times has a million.
     """
     known = dict[tuple[ir.Value, int], tuple[_T]]()
 
