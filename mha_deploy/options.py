@@ -85,37 +85,38 @@ class ExportOptions:
 
     precision: str = option(
         AUTO,
-        "Types in the graph: fp16, bf16, fp32, auto, int8 or fp8. auto is fp16; your own model and a float32 "
-        ".onnx file have FP32 where fp16 overflows. Other .onnx files keep their types. With int8 or fp8 the "
-        "GEMMs are quantized, and the rest is as with auto.",
+        "Types in the graph: fp16, bf16, fp32, auto, int8 or fp8. auto is FP16, with FP32 where FP16 "
+        "overflows in your own model or in a float32 .onnx file; other .onnx files keep their types. int8 "
+        "and fp8 quantize the GEMMs; the rest is as with auto.",
     )
     opset: int | None = option(None, "ONNX operator set: 23 or 24. default: the lowest that suffices")
     seed: int = option(0, "Seed of random weights and inputs.", min=0, max=2**32 - 1)
     weights: Path | None = option(
         None,
-        "A safetensors file, an index of several or the folder of a checkpoint; for your own model also a "
-        "state dict. default: random weights, or your model's own",
+        "A safetensors file, the index of several, or the folder of a checkpoint; for your own model also a "
+        "state dict. default: random weights, or the model's own",
     )
     prefix: str = option(
         "",
-        "Prefix of the model's tensors in the checkpoint, such as model.layers.0.self_attn. default: found "
-        "by the names of the tensors",
+        "Prefix of the model's tensors in the checkpoint, such as model.layers.0.self_attn. default: "
+        "inferred from the tensor names",
     )
     layer: int | None = None
     golden: Sequence[str] = option(
         (),
-        "A golden case: min, opt, odd, ragged or large, with a KV cache prefill, decode or long-past, "
-        "or sizes as B=2,S=33. default: those that suit the model",
+        "A golden case: min, opt, odd, ragged or large; with a KV cache also prefill, decode or long-past; "
+        "or sizes, such as B=2,S=33. default: the cases that suit the model",
         metavar="CASE",
     )
     calibration: str = option(
         "max",
-        "With --precision int8 or fp8: how the range of an activation is found: max, percentile or mse.",
+        "With --precision int8 or fp8: how to choose the range of an activation: max, percentile or mse.",
     )
     weight_scales: str = option(
         "channel",
-        "With --precision int8 or fp8: channel, a scale for each output channel of a weight, or tensor, one "
-        "for all. One is less exact; in FP8 the plugin's GEMMs are faster with it where tokens are few.",
+        "With --precision int8 or fp8: channel, one scale for each output channel of a weight, or tensor, "
+        "one for all channels. tensor is less accurate, but the plugin's FP8 GEMMs are faster with it if "
+        "there are few tokens.",
     )
     quantize_attention: bool = option(
         False,
@@ -124,20 +125,20 @@ class ExportOptions:
     max_loss: float | None = option(
         None,
         "With --precision int8 or fp8: the largest relative L2 between the outputs of the quantized and the "
-        "original model, both in FP64. The most sensitive GEMMs stay unquantized until it holds.",
+        "original model, both in FP64. The most sensitive GEMMs stay unquantized until the limit holds.",
         min=0.0,
         max=1e6,
     )
     data: Any | None = option(
         None,
-        "With --precision int8 or fp8: your own samples, for calibration and loss, as validate takes them. "
-        "default: those of the Deployable, else drawn inputs",
+        "With --precision int8 or fp8: your own samples for calibration and loss, in the forms that "
+        "`validate` takes. default: the samples of the Deployable, else random inputs",
         metavar="FILE|FOLDER|file.py:samples",
     )
-    data_limit: int = option(0, "With --data: most samples. default: all", min=0, max=10**9)
+    data_limit: int = option(0, "With --data: largest number of samples. default: all", min=0, max=10**9)
     metric: Any | None = option(
         None,
-        "With --precision int8 or fp8: your own figure, a function of the outputs and the sample, for the "
+        "With --precision int8 or fp8: your own metric, a function of the outputs and the sample, for the "
         "original and the quantized model.",
         metavar="file.py:function",
     )
@@ -145,7 +146,7 @@ class ExportOptions:
     golden_gib: float = option(4.0, "Memory limit of the large golden case, in GiB.", min=0.0, max=1e6)
     golden_mb: float = option(25.0, "File size limit of the large golden case, in MB.", min=0.0, max=1e6)
     device: str = option("cpu", "Device that computes the golden cases: cpu or cuda.")
-    polygraphy: bool = option(False, "Write the golden cases for `polygraphy run` as well.")
+    polygraphy: bool = option(False, "Also write the golden cases for `polygraphy run`.")
     overwrite: bool = option(False, "Replace an existing bundle.")
 
 
@@ -158,18 +159,21 @@ class EngineOptions:
 
     backend: str | None = option(
         None,
-        "tensorrt or tensorrt-rtx. default: tensorrt where it is installed with a GPU, else tensorrt-rtx",
+        "tensorrt or tensorrt-rtx. default: tensorrt if it is installed and there is a GPU, else "
+        "tensorrt-rtx",
     )
     name: str | None = option(None, "Name of the engine. default: the name of the backend")
     profiles: Sequence[Mapping[str, Axis]] = option(
         (),
-        "An optimization profile, as B=1:8:32,S=1:128:512; several are in one engine. "
+        "An optimization profile, such as B=1:8:32,S=1:128:512; several go into one engine. "
         "default: the axis ranges of the model",
         "--profile",
         metavar="RANGES",
     )
     targets: str = option(
-        "", "Compute capabilities to compile for, as 89,120 (TensorRT-RTX). default: 8.0 and later", "--sm"
+        "",
+        "Compute capabilities to compile for, such as 89,120 (TensorRT-RTX). default: 8.0 and later",
+        "--sm",
     )
     allow_decomposed: bool = option(False, "Allow decomposed attention where no fused kernel exists.")
     optimization_level: int | None = option(
@@ -186,21 +190,22 @@ class EngineOptions:
     refit: str | None = option(None, "Refittable weights: all or identical. default: none can be refitted")
     attention: str = option(
         "native",
-        "native: TensorRT's own kernels. plugin: the plugin library (see `mha-deploy plugins`). auto: both "
-        "are built and timed, and the fastest with right results is kept.",
+        "native: TensorRT's own kernels. plugin: the plugin library (see `mha-deploy plugins`). auto: build "
+        "and time both, and keep the fastest with right results.",
     )
     accumulate: str = option(
         AUTO,
-        "Accumulation of the projections. fp16: as TensorRT chooses. fp32: in the plugin library. auto: "
-        "with the plugin both are timed, and fp32 is kept unless it takes more than 5 % longer; else as "
+        "Accumulation type of the projections. fp16: as TensorRT chooses. fp32: in the plugin library. auto: "
+        "with the plugin, time both, and keep fp32 unless it takes more than 5 % longer; otherwise as "
         "TensorRT chooses.",
     )
     gqa: str | None = option(
         None,
-        "Grouped heads as GEMMs, for TensorRT 8.6 to 10.13: auto, fold, broadcast or repeat. default: auto",
+        "How to write grouped heads as GEMMs, for TensorRT 8.6 to 10.13: auto, fold, broadcast or repeat. "
+        "default: auto",
     )
     overwrite: bool = option(False, "Replace an existing engine of that name.")
-    timing_cache: bool = option(True, "Use the kernel timings of earlier builds in this bundle.")
+    timing_cache: bool = option(True, "Reuse the kernel timings of earlier builds in this bundle.")
 
 
 OF_DEPLOY = ("backend", "targets", "allow_decomposed", "attention", "accumulate")
@@ -224,24 +229,25 @@ class TimedOptions:
     engine: str | None = option(None, "Run only this engine. default: all engines of the bundle")
     samples: int = option(200, "Samples of each timing.", min=100, max=10**6)
     kernels: bool = option(False, "List the kernels that take the time. Needs PyTorch's profiler.")
-    seed: int = option(1, "Seed of the inputs that are drawn.", min=0, max=2**32 - 1)
+    seed: int = option(1, "Seed of the random inputs.", min=0, max=2**32 - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions(TimedOptions):
     """What to validate; `limit_s` is how long one number of clients may send requests to a server."""
 
-    latency: bool | None = option(None, "Measure latency. default: if there is a GPU")
+    latency: bool | None = option(None, "Measure latency. default: on if there is a GPU")
     sweep: bool | None = option(
-        None, "Run every optimization profile at its corners. default: if an engine and PyTorch can run here"
+        None,
+        "Run every optimization profile at its corners. default: on if an engine and PyTorch can run here",
     )
     probe: bool | None = option(
         None, "Also run inputs that expose wrong masks, positions and caches. default: on"
     )
     fresh: int = option(
         0,
-        "Number of random cases in addition to those of the bundle. Needs PyTorch, for your own model also "
-        "--trust-code, or the --source of an imported file. default: two small ones",
+        "Number of random cases in addition to those of the bundle. Needs PyTorch (for your own model also "
+        "--trust-code), or the --source of an imported file. default: two small cases",
         min=0,
         max=10**5,
     )
@@ -254,25 +260,25 @@ class ValidateOptions(TimedOptions):
     )
     prompt: int | None = option(
         None,
-        "Length of the prompt before these steps. default: the opt value of axis S",
+        "Length of the prompt before the decode steps. default: the opt value of axis S",
         min=1,
         max=2**31 - 1,
     )
     batch: int | None = option(
-        None, "Batch size of these steps. default: the opt value of its axis", min=1, max=2**31 - 1
+        None, "Batch size of the decode steps. default: the opt value of its axis", min=1, max=2**31 - 1
     )
     layers: bool = option(
         False,
-        "For your own model: judge the engines attention by attention as well, in a second build that "
-        "returns each attention.",
+        "For your own model: also judge each attention of the engines, in a second build that returns the "
+        "attention results.",
     )
     conformance: bool = option(False, "Also test the mask semantics of every runtime.")
     require_fused: bool = option(False, "Fail unless every attention of the engines is fused.")
-    require_precision: bool = option(False, "Fail unless all types of the engines are those of the graph.")
+    require_precision: bool = option(False, "Fail unless all types in the engines match the graph.")
     max_loss: float | None = option(
         None,
-        "Fail where the loss of a compressed model is larger: the relative L2 between its outputs and the "
-        "original's, both in FP64. default: the limit of its export",
+        "Fail if the loss of a compressed model exceeds this: the relative L2 between its outputs and those "
+        "of the original, both in FP64. default: the limit given at export",
         min=0.0,
         max=1e6,
     )
@@ -288,62 +294,61 @@ class ValidateOptions(TimedOptions):
     )
     engine_files: Sequence[Path] = option(
         (),
-        "Judge a TensorRT engine of any origin, such as trtexec's, in place of the bundle's own.",
+        "Judge a TensorRT engine of any origin, such as one from trtexec, in place of the bundle's own.",
         "--engine-file",
         metavar="FILE",
     )
     names: Sequence[str] | Mapping[str, str] = option(
         (),
-        "With --graph, --engine-file or a runner: its name of an input or output, and the bundle's.",
+        "With --graph, --engine-file or a runner: its name of an input or output, and the name in the "
+        "bundle.",
         "--map",
         metavar="THEIRS=OURS",
     )
     data: Any | None = option(
         None,
-        "Your own samples, each of which is judged as well: a .npz, .safetensors or .npy file, a folder of "
-        "them, or your own function that yields dictionaries of arrays. Needs the source of the model.",
+        "Also judge your own samples: a .npz, .safetensors or .npy file, a folder of such files, or a "
+        "function that yields dictionaries of arrays. Needs the source of the model.",
         metavar="FILE|FOLDER|file.py:samples",
     )
     metric: Any | None = option(
         None,
-        "With --data: your own figure, a function of the outputs and the sample, for the original model "
+        "With --data: your own metric, a function of the outputs and the sample, for the original model "
         "and every runtime.",
         metavar="file.py:function",
     )
-    data_limit: int = option(0, "With --data: most samples. default: all", min=0, max=10**9)
+    data_limit: int = option(0, "With --data: largest number of samples. default: all", min=0, max=10**9)
     logits: Sequence[str] = option(
         (),
-        "With --data: an output that holds logits, of which top-1 and top-5 agreement and KL are reported. "
+        "With --data: an output that holds logits: report its top-1 and top-5 agreement and KL divergence. "
         "default: outputs with logit in their name",
         metavar="OUTPUT",
     )
     source: Path | None = option(
         None,
-        "With --data, --fresh or --steps: the ONNX file that the bundle was imported from, which is its "
+        "With --data, --fresh or --steps: the ONNX file that the bundle was imported from. It computes the "
         "reference.",
         metavar="FILE.onnx",
     )
     resume: Path | None = option(
         None,
-        "With --data: the file in which results are kept, from which an interrupted run goes on. "
+        "With --data: the file that keeps the results, to resume an interrupted run. "
         "default: data.jsonl next to the report",
         metavar="FILE.jsonl",
     )
     requirements: Any | None = option(
         None,
-        "A TOML file of demands on the verdict, as `mha-deploy init` writes it. default: mha-deploy.toml, or "
-        "[tool.mha-deploy] in pyproject.toml, in the working folder",
+        "A TOML file of requirements on the verdict; `mha-deploy init` writes one. default: "
+        "mha-deploy.toml, or [tool.mha-deploy] in pyproject.toml, in the working folder",
         metavar="FILE.toml",
     )
     url: str | None = option(
         None,
         "Validate a server instead of the runtimes of this machine: grpc://HOST:PORT or http://HOST:PORT, "
-        "followed by /MODEL if the model has another name than the bundle.",
+        "followed by /MODEL if the name of the model differs from that of the bundle.",
         metavar="URL",
     )
-    clients: Sequence[int] = option(
-        (1, 8, 32), "With --url: numbers of clients that send requests at the same time.", metavar="N,N"
-    )
+    clients: Sequence[int] = option((1, 8, 32), "With --url: numbers of concurrent clients.", metavar="N,N")
     requests: int = option(256, "With --url: requests for each number of clients.", min=1, max=10**7)
     timeout_s: float = option(
         30.0,
@@ -398,11 +403,11 @@ class BenchOptions(TimedOptions):
 
     at: Sequence[str] = option(
         (),
-        "Sizes, as B=8,S=128, or opt, prefill or decode. default: a sweep over batches and lengths",
+        "Sizes, such as B=8,S=128, or opt, prefill or decode. default: a sweep over batch sizes and lengths",
         metavar="SIZES",
     )
     streams: Sequence[int] = option(
-        (), "Also measure calls per second on these numbers of CUDA streams, as 1,2,4,8.", metavar="N,N"
+        (), "Also measure calls per second on these numbers of CUDA streams, such as 1,2,4,8.", metavar="N,N"
     )
 
 
@@ -420,12 +425,12 @@ class PackageOptions:
     )
     backends: Sequence[str] = option(
         (),
-        "An engine to serve, one for each kind of GPU. Or for python one runtime: ort-cuda, "
-        "ort-cpu … default: the engines that run here, else ONNX Runtime",
+        "An engine to serve, one for each kind of GPU; with the variant python also a single runtime "
+        "instead: ort-cuda, ort-cpu … default: the engines that run here, else ONNX Runtime",
         "--backend",
         metavar="NAME",
     )
-    name: str | None = option(None, "Name of the model. default: the bundle's")
+    name: str | None = option(None, "Name of the model. default: the name of the bundle's model")
     max_batch: int | None = option(
         None, "Largest dynamic batch. default: the largest that every engine takes", min=1, max=2**20
     )
@@ -449,41 +454,42 @@ class Limits:
 
     error: float = option(
         0.1,
-        "Growth of an error that is a regression, as a fraction of its budget.",
+        "Growth of an error that counts as a regression, as a fraction of its budget.",
         "--max-error",
         min=0.0,
         max=1e9,
     )
     latency: float = option(
         0.05,
-        "Growth of a p50 that is a regression, as a fraction; growth within its spread is not one.",
+        "Growth of a p50 latency that counts as a regression, as a fraction; growth within its spread does "
+        "not.",
         "--max-latency",
         min=0.0,
         max=1e9,
     )
     size: float = option(
         0.1,
-        "Growth of an engine, graph or memory that is a regression, as a fraction.",
+        "Growth of an engine, a graph or memory that counts as a regression, as a fraction.",
         "--max-size",
         min=0.0,
         max=1e9,
     )
     build_time: float = option(
         0.5,
-        "Growth of a build time that is a regression, as a fraction.",
+        "Growth of a build time that counts as a regression, as a fraction.",
         "--max-build-time",
         min=0.0,
         max=1e9,
     )
     build_seconds: float = option(
-        10.0, "Least growth of a build time that counts, in seconds.", min=0.0, max=1e9
+        10.0, "Smallest growth of a build time that counts, in seconds.", min=0.0, max=1e9
     )
     coverage: bool = option(
         True,
         "Fail if something is no longer measured, or only report it.",
         "--coverage/--allow-less-coverage",
     )
-    strict: bool = option(False, "Fail if a latency is inconclusive, because the GPU was throttled.")
+    strict: bool = option(False, "Fail if a latency is inconclusive because the GPU was throttled.")
 
 
 # -- Errors name options as the command line does; Python has keywords ------------------------------

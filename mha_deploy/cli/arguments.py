@@ -32,8 +32,8 @@ _KINDS: dict[str, Any] = {
 }  # fmt: skip
 _METAVARS = {str: "NAME", int: "N", float: "X", Path: "PATH", bool: ""}  # a flag takes no value
 JSON = option(False, "Print the result as JSON to stdout.")
-QUIET = option(False, "Print the verdict alone, and no progress.", "-q", "--quiet")
-VERBOSE = option(False, "Print every table, also of what passed.", "-v", "--verbose")
+QUIET = option(False, "Print only the verdict, and no progress.", "-q", "--quiet")
+VERBOSE = option(False, "Print every table, including those of what passed.", "-v", "--verbose")
 
 
 def argument(metavar: str, about: str, default: Any = MISSING) -> Any:
@@ -59,8 +59,8 @@ def options_from(function: Callable[..., Any], **described: Field[Any]) -> dict[
 CONTROL = options_from(
     md.configure,
     trust_code=about(
-        "Run the factory that a bundle names, for fresh cases and PyTorch baselines. This runs code of the "
-        "bundle's author. default: no such code runs",
+        "Run the factory that a bundle names, for fresh cases and PyTorch baselines. This runs code by the "
+        "author of the bundle. default: no such code runs",
         "--trust-code",
     ),
     in_process=about(
@@ -70,7 +70,7 @@ CONTROL = options_from(
     ),
     time_limit=about(
         "Seconds after which a call of a runtime or of a model's code, or an evaluation of a graph, counts "
-        "as hung. default: 3600",
+        "as a hang. default: 3600",
         min=1.0,
         max=MOST_SECONDS,
     ),
@@ -283,22 +283,24 @@ class ModelOptions:
     model: str = argument(
         "MODEL",
         "A name from `mha-deploy models`, the path of a .toml spec or of an .onnx file, or your own model as "
-        "file.py:factory or package.module:factory. None with --hf.",
+        "file.py:factory or package.module:factory. Omitted with --hf.",
         "",
     )
     hf: Path | None = option(
         None,
-        "A Hugging Face checkpoint in place of MODEL: one attention layer, by its config.json, with its "
+        "A Hugging Face checkpoint in place of MODEL: one attention layer of its config.json, with the "
         "weights.",
         metavar="FOLDER",
     )
     layer: int = option(0, "Layer of the --hf checkpoint.", min=0, max=10**6)
     axis: Sequence[str] = option(
-        (), "Range of a dynamic axis, as S=min:opt:max. default: the model's own", metavar="NAME=RANGE"
+        (),
+        "Range of a dynamic axis, such as S=1:128:512 (min:opt:max). default: the model's",
+        metavar="NAME=RANGE",
     )
     inputs: Sequence[str] = option(
         (),
-        "An input of an ONNX file. default: drawn by its name and type",
+        "Values of an input of an ONNX file. default: random, by name and type",
         "--input",
         metavar="NAME=FILE.npy",
     )
@@ -307,11 +309,11 @@ class ModelOptions:
 MODEL = options_of(ModelOptions) | options_from(
     md.load_model,
     projections=about(
-        "Q, K and V projections of a catalog layer: separate, or packed in one GEMM. default: the spec's own"
+        "Q, K and V projections of a catalog layer: separate, or packed in one GEMM. default: as in the spec"
     ),
     cache=about(
-        "KV cache of a catalog layer: none, dynamic (past in, present out) or preallocated. default: the "
-        "spec's own"
+        "KV cache of a catalog layer: none, dynamic (past in, present out) or preallocated. default: as in "
+        "the spec"
     ),
 )
 

@@ -91,34 +91,34 @@ _OTHERWISE: dict[tuple[str, str], tuple[str, ...]] = {
 
 VERBS: dict[str, dict[str, str]] = {
     "From a model to an engine": {
-        "deploy": "everything: export, build an engine, validate it",
-        "export": "a layer, your model or an ONNX file to a bundle",
-        "prune": "a model with fewer heads, and what that costs",
-        "fuse": "the attention of an ONNX file as Attention nodes",
-        "check": "does a target support and fuse the attention?",
-        "build-engine": "a TensorRT engine, with a verdict on fusion and precision",
-        "refit": "other weights in an engine, without a build",
+        "deploy": "all in one: export, build an engine, validate it",
+        "export": "write a layer, your own model or an ONNX file to a bundle",
+        "prune": "export a model with fewer heads, and measure the loss",
+        "fuse": "rewrite the attention of an ONNX file as Attention nodes",
+        "check": "report whether a target supports and fuses the attention",
+        "build-engine": "build a TensorRT engine, and verify fusion and precision",
+        "refit": "put new weights into an engine, without a rebuild",
     },
     "Verdicts and times": {
-        "validate": "judge graph and engines against the FP64 oracle",
+        "validate": "judge the graph and engines against the FP64 oracle",
         "bisect": "find the first wrong attention and node",
-        "bench": "latency of engines, ONNX Runtime and PyTorch",
+        "bench": "measure the latency of engines, ONNX Runtime and PyTorch",
     },
     "Upgrades": {
-        "compare": "what got worse between two results",
-        "matrix": "models × precisions × runtimes × GPUs × options",
+        "compare": "report what got worse between two results",
+        "matrix": "run models × precisions × runtimes × GPUs × options",
     },
     "Serving": {
-        "package": "a bundle as a Triton model repository",
-        "plugins": "the plugin library of fused attention for TensorRT",
+        "package": "write a bundle into a Triton model repository",
+        "plugins": "build and list the plugin library of fused attention",
     },
     "Without running a model": {
-        "inspect": "what is in a bundle, an engine or an ONNX file",
-        "models": "the catalog of layers",
-        "analyze": "FLOPs, bytes and the roofline bound",
-        "doctor": "what is installed on this machine, and what is missing",
-        "init": "a file of your defaults and demands, mha-deploy.toml",
-        "completion": "completion for bash, zsh and fish",
+        "inspect": "show what is in a bundle, an engine or an ONNX file",
+        "models": "list the catalog of layers",
+        "analyze": "count FLOPs and bytes, and compute the roofline bound",
+        "doctor": "show what is installed on this machine, and what is missing",
+        "init": "write mha-deploy.toml, for your defaults and requirements",
+        "completion": "print a completion script for bash, zsh or fish",
     },
 }
 """The verbs of the main help, a line each; one that is not named here is at its end, with its sentence."""
@@ -175,14 +175,14 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("bisect my-bundle --trust-code", "your module is the reference"),
     ),
     "bench": (
-        ("bench bundles/bert-base-fp16", "over batches and lengths"),
+        ("bench bundles/bert-base-fp16", "over batch sizes and lengths"),
         ("bench bundles/bert-base-fp16 --at B=8,S=128", "at one size"),
         ("bench old-bundle new-bundle --markdown", "a table to paste"),
     ),
     "compare": (
         ("compare old new", "two bundles"),
         ("compare old new --max-latency 0.1 --junit out.xml", "in CI"),
-        ("compare old/report.json new/report.json --html diff.html", "a page"),
+        ("compare old/report.json new/report.json --html diff.html", "an HTML page"),
     ),
     "matrix": (
         ("matrix plan.toml -o results", "all combinations"),
@@ -191,7 +191,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "package": (
         ("package my-bundle --triton models", "Triton's Python backend"),
-        ("package my-bundle --triton models --variant tensorrt_plan", "its own backend"),
+        ("package my-bundle --triton models --variant tensorrt_plan", "its TensorRT backend"),
         ("package my-bundle --triton models --max-batch 16", "dynamic batching"),
     ),
     "inspect": (
@@ -201,7 +201,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "models": (
         ("models", "layers of published models"),
-        ("models --all", "those of the tests, too"),
+        ("models --all", "also small layers for tests"),
         ("models --json", "for scripts"),
     ),
     "analyze": (
@@ -217,7 +217,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "init": (
         ("init", "mha-deploy.toml in this folder"),
         ("init --overwrite", "start again"),
-        ("init -o ci/mha-deploy.toml", "elsewhere"),
+        ("init -o ci/mha-deploy.toml", "in another folder"),
     ),
     "completion": (
         ("completion bash", "append its output to ~/.bashrc"),
@@ -226,13 +226,13 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "plugins build": (
         ("plugins build", "for the GPU of this machine"),
-        ("plugins build --arch 80,90", "for others"),
+        ("plugins build --arch 80,90", "for other GPUs"),
         ("plugins build --tensorrt-include TensorRT/include", "other headers"),
     ),
     "plugins list": (
         ("plugins list", "what is built"),
         ("plugins list --json", "for scripts"),
-        ("plugins where", "the one that is loaded"),
+        ("plugins where", "the library that is loaded"),
     ),
     "plugins where": (
         ("plugins where", "for TensorRT"),
@@ -431,7 +431,7 @@ class CommandGroup(click.Group):
         if not below:
             lines += [_heading("Options"), *_rows([("--version", "Print the version.")], 16), ""]
             lines += wrap(
-                "COMMAND --help shows what most people need, COMMAND --help-all every option. Exit codes: 0 "
+                "COMMAND --help lists the common options, COMMAND --help-all every option. Exit codes: 0 "
                 "passed or not verified, 1 a verdict failed, 2 bad input, 3 backend unavailable, 70 a bug, "
                 "130 interrupted.",
                 _width(),

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 OUT = ("-o", "--out")
 LIBRARIES = "libraries"  # PyTorch and ONNX take seconds to import
-LATENCY = about("Measure latency. default: if there is a GPU")
+LATENCY = about("Measure latency. default: on if there is a GPU")
 OVERWRITE = option(False, "Also replace files that mha-deploy did not write.")
 # Verbs that run no code that a bundle names need not trust it.
 RUN = {name: each for name, each in CONTROL.items() if name != "trust_code"}
@@ -94,9 +94,12 @@ def _exported(bundle: Bundle) -> Result:
     MODEL,
     options_from(
         md.prune,
-        heads=about("Query heads of each attention, or auto: as few as --max-loss allows.", metavar="N|auto"),
+        heads=about(
+            "Query heads to keep in each attention, or auto: as few as --max-loss allows.", metavar="N|auto"
+        ),
         kv_heads=about(
-            "In place of --heads: key/value heads of each attention, the most alike pooled by their mean.",
+            "In place of --heads: key/value heads of each attention. The most similar heads are merged: "
+            "their mean replaces them.",
             min=1,
             max=10**6,
             metavar="N",
@@ -105,11 +108,12 @@ def _exported(bundle: Bundle) -> Result:
             "Largest relative L2 between the outputs of the two models, both in FP64.", min=0.0, max=1e6
         ),
         data=about(
-            "Your own samples, as `validate` takes them. default: those of the Deployable, else drawn inputs",
+            "Your own samples, in the forms that `validate` takes. default: the samples of the Deployable, "
+            "else random inputs",
             metavar="FILE|FOLDER|file.py:samples",
         ),
         metric=about(
-            "Your own figure, a function of the outputs and the sample, for both models.",
+            "Your own metric, a function of the outputs and the sample, for both models.",
             metavar="file.py:function",
         ),
     ),
@@ -117,7 +121,7 @@ def _exported(bundle: Bundle) -> Result:
     RUN,
 )  # fmt: skip
 def prune(out: Path = option(MISSING, "The folder to write.", *OUT), **options: Any) -> Result:
-    """Export a model with fewer heads: those that your data needs least are removed from its weights."""
+    """Export a model with fewer heads: the heads that matter least for your data are removed."""
     options.pop("inputs")
     model = pop_model(options)
     with show_steps(f"prune {model.name}", LIBRARIES) as on_step:
@@ -139,9 +143,9 @@ def _report_removed(bundle: Bundle) -> None:
     options_of(EngineOptions, *OF_DEPLOY),
     options_from(
         md.deploy,
-        engine=about("Build an engine. It must then be fused and in the graph's precision."),
+        engine=about("Build an engine, which must be fused and in the precision of the graph."),
         latency=LATENCY,
-        requirements=about("A TOML file of demands on the verdict; see `init`.", metavar="FILE.toml"),
+        requirements=about("A TOML file of requirements on the verdict; see `init`.", metavar="FILE.toml"),
     ),
     RUN,
 )
@@ -149,15 +153,15 @@ def deploy(
     out: Path | None = option(
         None,
         "The folder to write. default: bundles/MODEL-PRECISION, or bundles/MODEL-CACHE-PRECISION with a "
-        "--cache that is not the spec's own",
+        "--cache that differs from the spec",
         *OUT,
     ),
     candidates: bool | None = option(
         None,
-        "With --precision auto: build FP16, BF16, FP16 with FP32 where it overflows, and the plugin's "
-        "accumulations, compare error, latency and fusion, and keep the best. With int8 or fp8: 16 bits, "
-        "both kinds of scales, and attention in eight bits. default: if --precision auto is given, and "
-        "there is a GPU",
+        "Build several candidates, compare their error, latency and fusion, and keep the best. With "
+        "--precision auto: FP16, BF16, FP16 with FP32 where it overflows, and the plugin's accumulation "
+        "types. With int8 or fp8: 16 bits, both kinds of scales, and attention in eight bits. default: on "
+        "if --precision auto is given and there is a GPU",
     ),
     json: bool = JSON,
     **options: Any,
@@ -220,7 +224,10 @@ def _default_folder(model: md.Model, named: str, cache: str | None, precision: s
     options_from(
         md.fuse_file,
         overwrite=about("Replace existing files."),
-        verify=about("Compare every new node with the original on drawn inputs, and keep only equal ones."),
+        verify=about(
+            "Compare every new node with the nodes that it replaces, on random inputs; keep it only if the "
+            "results agree."
+        ),
     ),
     LIMIT,
 )
@@ -229,7 +236,7 @@ def fuse(
     output: Path = option(MISSING, "The file to write.", *OUT, "--output", metavar="OUT.onnx"),
     **options: Any,
 ) -> Result:
-    """Write the attention of an ONNX file as single Attention nodes; list what is not fused, and why."""
+    """Rewrite the attention of an ONNX file as Attention nodes; list what is not fused, and why."""
     from mha_deploy.cli import tables
 
     report = md.fuse_file(source, output, **options)
@@ -246,8 +253,10 @@ def fuse(
     options_from(
         md.check,
         target=about("tensorrt or tensorrt-rtx."),
-        version=about("Version of the target, as 8.6 or 10.14. default: the newest known", metavar="X.Y"),
-        sm=about("Compute capabilities of the GPUs, as 9.0 or 89,120. default: any", metavar="X.Y,X.Y"),
+        version=about(
+            "Version of the target, such as 8.6 or 10.14. default: the newest known", metavar="X.Y"
+        ),
+        sm=about("Compute capabilities of the GPUs, such as 9.0 or 89,120. default: any", metavar="X.Y,X.Y"),
     )
 )
 def check(bundle: Path = argument("BUNDLE", "The bundle, or an .onnx file."), **options: Any) -> Result:
@@ -275,13 +284,13 @@ def check(bundle: Path = argument("BUNDLE", "The bundle, or an .onnx file."), **
     options_from(
         md.build_engine,
         repeat=about(
-            "Number of builds. From 2 on, each starts without kernel timings, and what differs between them "
-            "is reported: kernels, sizes, and on a GPU errors and latencies. The last one is kept.",
+            "Number of builds. If there are several, each starts without kernel timings, and the differences "
+            "are reported: kernels, sizes, and on a GPU errors and latencies. The last engine is kept.",
             min=1,
             max=1000,
         ),
         save_onnx=about(
-            "A file for the lowered graph that TensorRT parses; large weights go into a second file next to "
+            "Also write the lowered graph that TensorRT parses; large weights go into a second file next to "
             "it.",
             metavar="FILE.onnx",
         ),
@@ -291,7 +300,7 @@ def check(bundle: Path = argument("BUNDLE", "The bundle, or an .onnx file."), **
 def build_engine(
     bundle: Path = BUNDLE,
     require_fused: bool = option(False, "Exit with 1 unless every attention is fused."),
-    require_precision: bool = option(False, "Exit with 1 unless all types of the engine are the graph's."),
+    require_precision: bool = option(False, "Exit with 1 unless all types in the engine match the graph."),
     trtexec: bool = option(False, "Print the trtexec command that builds the same engine."),
     **options: Any,
 ) -> Result:
@@ -318,7 +327,8 @@ def build_engine(
     options_from(
         md.refit,
         weights=about(
-            "The new weights, as `export` takes them; for the bundle of an ONNX file, another ONNX file."
+            "The new weights, in the forms that `export` takes; for the bundle of an ONNX file, another "
+            "ONNX file."
         ),
         latency=LATENCY,
     ),
@@ -326,11 +336,11 @@ def build_engine(
     CONTROL,
 )
 def refit(
-    engine: Path = argument("ENGINE", "The engine in its bundle, built with --refit all."),
+    engine: Path = argument("ENGINE", "An engine in its bundle that was built with --refit all."),
     out: Path = option(MISSING, "The folder of the new bundle.", *OUT),
     **options: Any,
 ) -> Result:
-    """Put other weights into an engine without a build, and validate it against their own reference."""
+    """Put new weights into an engine without a rebuild, and validate it against their FP64 reference."""
     from mha_deploy.cli import tables
 
     with show_steps(f"refit {engine.name}", LIBRARIES) as on_step:
@@ -388,7 +398,7 @@ def package(
 
 plugins = CommandGroup(
     "plugins",
-    help="Build the plugin library of fused attention for TensorRT, and list the ones on this machine.",
+    help="Build the plugin library of fused attention for TensorRT, and list the libraries on this machine.",
     no_args_is_help=True,
 )
 
@@ -406,7 +416,7 @@ plugins = CommandGroup(
     options_from(
         md.build_plugins,
         architectures=about(
-            "GPU architectures to compile for, as 80,90. default: those that nvcc supports", "--arch"
+            "GPU architectures to compile for, such as 80,90. default: those that nvcc supports", "--arch"
         ),
         out=about("Folder to write. default: $MHA_DEPLOY_PLUGINS, or the cache folder"),
     ),
@@ -460,8 +470,8 @@ def list_() -> Result:
 
 @plugins.add
 @verb()
-def where(backend: str = option("tensorrt", "For which TensorRT.")) -> Result:
-    """Print the path of the library that would be loaded. Exits with 1 if there is none."""
+def where(backend: str = option("tensorrt", "Which TensorRT: tensorrt or tensorrt-rtx.")) -> Result:
+    """Print the path of the plugin library that would be loaded. Exit with 1 if there is none."""
     from mha_deploy.engine.plugins import PluginError
 
     try:
@@ -481,7 +491,7 @@ def validate(
     out: Path | None = option(
         None,
         "Folder of report.json and report.html. default: the bundle; with --graph, --engine-file or "
-        "--url: the folder reports/NAME in it",
+        "--url: reports/NAME in the bundle",
         *OUT,
     ),
     report: bool = option(True, "Write the report."),
@@ -489,7 +499,7 @@ def validate(
     overwrite: bool = OVERWRITE,
     **options: Any,
 ) -> Result:
-    """Judge graph and engines of a bundle against the FP64 oracle, and benchmark them against PyTorch."""
+    """Judge the graph and engines of a bundle against the FP64 oracle, and time them against PyTorch."""
     from mha_deploy.cli import tables
 
     asked = {f"--{name}": options[name] or None for name in ("steps", "prompt", "batch")}
@@ -551,8 +561,8 @@ def _place_of_report(options: Mapping[str, Any]) -> Path:
             "runtime"
         ),
         graph=about(
-            "Look into another ONNX export of the same model, as `validate` judges it: values of the same "
-            "name are compared. The backend is then a runtime, default: one on the CPU",
+            "Look into another ONNX export of the same model, in place of the bundle's graph: values of the "
+            "same name are compared. The backend is then a runtime, by default one on the CPU.",
             metavar="FILE.onnx",
         ),
     ),
@@ -571,12 +581,12 @@ def bisect(bundle: Path = BUNDLE, **options: Any) -> Result:
 
 @verb(options_of(BenchOptions), CONTROL)
 def bench(
-    bundles: Sequence[Path] = argument("BUNDLE", "One or more bundles, with their engines built.", ()),
+    bundles: Sequence[Path] = argument("BUNDLE", "One or more bundles, with engines.", ()),
     out: Path | None = option(None, "Folder of bench.json and bench.html. default: the first bundle", *OUT),
     markdown: bool = option(False, "Print a Markdown table to stdout."),
     record: Path | None = option(
         None,
-        "Add every measurement to this file as a line of JSON: samples, hashes, conditions.",
+        "Append every measurement to this file as a line of JSON: samples, hashes, conditions.",
         metavar="FILE",
     ),
     processes: int = option(
@@ -584,15 +594,15 @@ def bench(
     ),
     replay: str | None = option(
         None,
-        "Measure a line of a record again, and exit with 1 unless both agree. BUNDLE, default: the folder "
-        "that was recorded.",
+        "Repeat the measurement of a line of a record, and exit with 1 unless both agree. BUNDLE defaults to "
+        "the folder that was recorded.",
         metavar="FILE:LINE",
     ),
     overwrite: bool = OVERWRITE,
     json: bool = JSON,
     **options: Any,
 ) -> Result | None:
-    """Time engines, ONNX Runtime and the PyTorch baselines side by side, over batches and lengths."""
+    """Time engines, ONNX Runtime and the PyTorch baselines side by side, over batch sizes and lengths."""
     from mha_deploy.cli import tables
 
     if replay is not None:
@@ -659,13 +669,15 @@ def compare(
     old: str = argument(
         "OLD", "The old result: a report.json, bench.json or matrix.json, a bundle, or an .engine file."
     ),
-    new: str = argument("NEW", "The new result, of the same kind. matrix.json#NAME: one runtime of it."),
+    new: str = argument(
+        "NEW", "The new result, of the same kind. matrix.json#NAME is one runtime of a matrix."
+    ),
     everything: bool = option(
-        False, "Also list what is the same, and all that differs between two models.", "--all"
+        False, "Also list what did not change, and all differences between two models.", "--all"
     ),
     markdown: bool = option(False, "Print Markdown for a pull request to stdout."),
     junit: Path | None = option(None, "Write JUnit XML.", metavar="FILE"),
-    html: Path | None = option(None, "Write a page with both sides.", metavar="FILE"),
+    html: Path | None = option(None, "Write an HTML page with both sides.", metavar="FILE"),
     overwrite: bool = OVERWRITE,
     **limits: Any,
 ) -> Result:
@@ -691,9 +703,10 @@ def _table_or_markdown(markdown: bool, found: Any, table: Table, *reasons: str) 
 @verb(
     options_from(
         md.matrix,
-        out=about("Folder of bundles and results. A second run does only what is missing there.", *OUT),
+        out=about("Folder of bundles and results. A second run computes only what is missing there.", *OUT),
         jobs=about(
-            "Local processes, this many at a time, instead of Ray. default: Ray, or 1 without it",
+            "Run this many local processes at a time, instead of Ray. default: Ray, or 1 if it is not "
+            "installed",
             min=1,
             max=4096,
         ),
@@ -704,12 +717,12 @@ def matrix(
     plan: Path = argument("PLAN", "The plan, a TOML file; see docs/matrix.md."),
     markdown: bool = option(False, "Print the heat map as Markdown to stdout."),
     record: Path | None = option(
-        None, "Add every engine that was built but not run to this file as a line.", metavar="FILE"
+        None, "Append a line to this file for every engine that was built but not run.", metavar="FILE"
     ),
     overwrite: bool = OVERWRITE,
     **options: Any,
 ) -> Result:
-    """Build and judge every combination of models, precisions, runtimes, GPUs and options of a plan."""
+    """Build and judge every combination of the models, precisions, runtimes, GPUs and options in a plan."""
     md.refuse_outputs(options["out"], "matrix", record=record, overwrite=overwrite)
     with _show_cells(f"matrix {plan.name}") as (on_cell, on_step):
         found = md.matrix(plan, on_cell=on_cell, on_step=on_step, **options)
@@ -776,7 +789,7 @@ def _show_cells(
     options_from(
         md.inspect,
         verify=about(
-            "Compare the manifest of a bundle with its graph as well, as all other commands do. It takes a "
+            "Also compare the manifest of a bundle with its graph, as all other commands do. This takes a "
             "second, since it loads ONNX."
         ),
     )
@@ -830,7 +843,7 @@ def inspect(
 
 
 @verb()
-def models(every: bool = option(False, "Include the small layers of the tests.", "--all")) -> Result:
+def models(every: bool = option(False, "Include small layers for tests.", "--all")) -> Result:
     """List the catalog of layers with their heads, parameters and KV-cache bytes per token."""
     from mha_deploy.cli import tables
 
@@ -855,8 +868,8 @@ def models(every: bool = option(False, "Include the small layers of the tests.",
         ),
         precision=about("Precision of weights and activations: fp16, bf16 or fp32."),
         at=about(
-            "Sizes, as B=1,S=2048, or of a layer with a KV cache prefill or decode. default: the optimum of "
-            "every axis; with a KV cache, the decode step",
+            "Sizes, such as B=1,S=2048; for a layer with a KV cache also prefill or decode. default: the "
+            "optimum of every axis; with a KV cache, the decode step",
             metavar="SIZES",
         ),
     ),
@@ -864,15 +877,17 @@ def models(every: bool = option(False, "Include the small layers of the tests.",
         md.compare_heads,
         attention=about("The attention of your own model whose heads are compared. default: the first"),
         inputs=about(
-            "An .npz file of inputs to compare the heads of a catalog layer on. default: random inputs"
+            "An .npz file of inputs on which to compare the heads of a catalog layer. default: random inputs"
         ),
     ),
 )
 def analyze(
-    model: str = argument("MODEL", f"{MODEL['model'].metadata['about']} Or the folder of a bundle.", ""),
+    model: str = argument(
+        "MODEL", f"{MODEL['model'].metadata['about']} Can also be the folder of a bundle.", ""
+    ),
     data: str | None = option(
         None,
-        "Propose optimization profiles from the sizes of your samples, as `validate --data` takes them.",
+        "Propose optimization profiles from the sizes of your samples, in the forms that `validate` takes.",
         metavar="FILE|FOLDER|file.py:samples",
     ),
     heads: Path | None = option(
@@ -932,7 +947,7 @@ def analyze(
 def init(
     path: Path = option(Path("mha-deploy.toml"), "The file to write.", *OUT, "--output"), **options: Any
 ) -> Result:
-    """Write a commented file of requirements: default options, and demands on every verdict."""
+    """Write a commented configuration file: default options, and requirements on every verdict."""
     written = md.init(path, **options)
     return Result({"file": str(written)}, lambda: [f"wrote {written}"])
 
@@ -941,7 +956,7 @@ def init(
     options_from(
         md.doctor,
         load=about(
-            "Import PyTorch, ONNX, onnxscript and matplotlib as well, to check that they work. default: they "
+            "Also import PyTorch, ONNX, onnxscript and matplotlib, to check that they work. default: they "
             "are only looked up"
         ),
     )
@@ -973,9 +988,9 @@ def doctor(**options: Any) -> Result:
 @verb()
 def completion(
     shell: str = argument("SHELL", "bash, zsh or fish."),
-    line: str | None = option(None, "Print what may follow this line instead."),
+    line: str | None = option(None, "Instead, print the completions of this command line."),
 ) -> Result:
-    """Print a script that lets a shell complete verbs, options, models, factories and bundles."""
+    """Print a script for shell completion of commands, options, models, factories and bundles."""
     from mha_deploy.cli.completion import SHELLS, complete, script
 
     if shell not in SHELLS:
