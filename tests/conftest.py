@@ -130,6 +130,17 @@ def pytest_runtest_logfinish(nodeid, location):
 
 
 @pytest.fixture(scope="session", autouse=True)
+def quick_disk():
+    """Do not wait for the disk: what a flush is for is power that fails, which no test can see.
+
+    The call stays, with its errors for a handle that is closed; a child process waits as ever.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: os.fstat(handle) and None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def quick_exporter():
     """Let PyTorch's exporter make its tables of operators once a session: two thirds of a small export.
 
@@ -216,7 +227,7 @@ def _own_traced_once(trace):
     """Trace what a factory made once a session: export, fresh cases and bisect each need its program.
 
     The program is only read; the graph is changed by whoever gets it. That a second trace gives the same
-    names is the matter of tests/validate/test_bisect.py, which takes `__wrapped__`.
+    names is the matter of tests/validate/test_bisect.py, which lets it `forget` the first.
     """
     known = {}
 
@@ -232,6 +243,7 @@ def _own_traced_once(trace):
             known[key] = trace(copy.deepcopy(user), **options)
         return replace(known[key], model=known[key].model.clone())
 
+    traced.forget = known.clear
     return traced
 
 

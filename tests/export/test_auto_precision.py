@@ -114,9 +114,26 @@ def test_a_module_that_fp16_cannot_hold_is_the_same_function(name, tmp_path):
     check(name, tmp_path / "bundle")
 
 
-def test_the_weights_of_a_bundle_are_those_of_its_graph(own_bundles):
-    bundle = own_bundles("overflowing", "auto", golden=("opt",))
-    graph = onnx.load(bundle.model_path).graph
-    assert bundle.manifest.spec.weight_bytes == sum(
-        numpy_helper.to_array(t).nbytes for t in graph.initializer
+class Overflowing(nn.Module):
+    """Between its two projections it reaches beyond what FP16 can hold; a third one needs no more."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.last = (nn.Linear(E, E) for _ in range(3))
+        with torch.no_grad():
+            self.up.weight *= 2e5
+            self.down.weight /= 2e5
+
+    def forward(self, x):
+        return self.last(self.down(self.up(x)))
+
+
+def test_the_weights_of_a_bundle_are_those_of_its_graph(tmp_path):
+    torch.manual_seed(0)
+    inputs = {"x": md.Example(torch.randn(3, E), "B")}
+    bundle = md.export(
+        Overflowing(), tmp_path / "bundle", example_inputs=inputs, axes={"B": "3"}, golden=["opt"]
     )
+    arrays = [numpy_helper.to_array(each) for each in onnx.load(bundle.model_path).graph.initializer]
+    assert {each.dtype.name for each in arrays if each.ndim == 2} == {"float16", "float32"}
+    assert bundle.manifest.spec.weight_bytes == sum(each.nbytes for each in arrays)

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import onnx
@@ -63,6 +63,7 @@ def test_weights_and_activations_of_every_gemm_are_quantized(bundles, name, kind
     assert [node.op_type for node in graph.node].count("Attention") == 1
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_a_gemm_whose_weight_is_a_copy_is_quantized_and_another_is_counted(model, tmp_path, name):
     file = onnx.load(model)
@@ -129,6 +130,7 @@ def test_samples_beyond_the_axes_are_not_used_and_named(bundles, model, tmp_path
     assert "S = 17" in caught.value.got
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_the_error_is_judged_against_the_quantized_model(bundles, name):
     report = md.validate(bundles[name], latency=False, data=samples(2, seed=5))
@@ -288,36 +290,39 @@ def test_the_kernel_of_quantized_attention_reads_eight_bits(model, tmp_path, nam
 
 @pytest.fixture(scope="module")
 def hidden(tmp_path_factory):
-    """By format, a bundle with a quantized attention that the outputs do not show."""
+    """A function that gives a bundle in a format, with an attention in it that the outputs do not show."""
     folder = tmp_path_factory.mktemp("hidden")
     path = transformer(folder / "small.onnx", split=True, changed={"out": 1e-4 * weights()["out"]})
     options = {**OPTIONS, "data": samples(), "quantize_attention": True}
-    return {name: md.export(path, folder / name, precision=name, **options) for name in ("int8", "fp8")}
+    return cache(lambda name: md.export(path, folder / name, precision=name, **options))
 
 
 def test_gemms_and_attentions_in_eight_bits_are_counted_apart(hidden, run_cli):
-    names = {each.name for each in hidden["int8"].manifest.loss.layers if each.is_compressed}
-    gemms = names - {each["name"] for each in hidden["int8"].manifest.attention}
+    manifest = hidden("fp8").manifest
+    names = {each.name for each in manifest.loss.layers if each.is_compressed}
+    gemms = names - {each["name"] for each in manifest.attention}
     assert len(gemms) == len(names) - 1
-    assert f"{len(gemms)}/{len(gemms)} GEMMs" in run_cli("inspect", hidden["int8"].path).out
+    assert f"{len(gemms)}/{len(gemms)} GEMMs" in run_cli("inspect", hidden("fp8").path).out
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_a_quantized_attention_that_no_output_shows_is_judged_by_its_own_result(hidden, name):
-    (observed,) = hidden[name].manifest.observed
+    (observed,) = hidden(name).manifest.observed
     assert observed.hidden
-    report = md.validate(hidden[name], latency=False).to_dict()
+    report = md.validate(hidden(name), latency=False).to_dict()
     assert report["verdict"]["outcome"] == "passed", report["verdict"]
     assert [each["cases"] for each in report["parity"]] == ["golden", "layers"]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_a_mistake_in_a_quantized_attention_fails_by_its_own_result(hidden, name):
-    broken = load_graph(hidden[name].model_path)
+    broken = load_graph(hidden(name).model_path)
     (node,) = [node for node in broken.graph if node.name == "attention/v_dequantize"]
     wrong = node.inputs[1].const_value.numpy() * np.float16(1.04)
     node.replace_input_with(1, new_initializer(broken.graph, "wrong", wrong))
-    found = layer_parity(hidden[name], partial(open_runner, "ort-cpu"), model=broken)
+    found = layer_parity(hidden(name), partial(open_runner, "ort-cpu"), model=broken)
     assert [each.is_wrong for each in found.verdicts] == [True]
 
 

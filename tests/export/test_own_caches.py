@@ -151,8 +151,26 @@ def test_a_preallocated_cache_is_decoded_token_by_token(form, tmp_path):
     assert trace.outcome is Outcome.FAILED
 
 
+class OneBlock(torch.nn.Module):
+    """The decoder of own_models.py with one block, without embedded positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.block = torch.nn.Embedding(50, 32), own_models.DecoderBlock()
+
+    def forward(self, ids, past_key, past_value):
+        P, S = past_key.shape[2], ids.shape[1]
+        mask = torch.arange(P + S)[None, :] <= torch.arange(S)[:, None] + P
+        y, key, value = self.block(self.tokens(ids), past_key, past_value, mask)
+        return {"y": y, "present_key": key, "present_value": value}
+
+
 def test_a_dynamic_cache_grows_beyond_what_one_call_brings(tmp_path):
-    given = own_models.decoder(axes={"S": "1:2:4", "P": "0:8:31"})
+    cached = {"past_key": "present_key", "past_value": "present_value"}
+    inputs = {"ids": md.Example(torch.randint(0, 50, (2, 3)), "B", "S")}
+    inputs |= {name: md.Example(torch.randn(2, 2, 6, 16), "B", None, "P") for name in cached}
+    axes = {"B": "2", "S": "1:2:4", "P": "0:8:31"}
+    given = md.Deployable(module=OneBlock(), inputs=inputs, axes=axes, kv_cache=cached)
     bundle = md.export(given, tmp_path / "bundle", precision="fp16", golden=("min",))
     report = md.validate(bundle, backends=["ort-cpu"])
     assert report.passed, report.headline

@@ -50,10 +50,8 @@ def program(own_bundles):
     It is traced again, as by a user who bisects in another process: the values must have the same names.
     """
     bundle, fresh = own_bundles(), importlib.import_module("mha_deploy.baselines.fresh")
-    with pytest.MonkeyPatch.context() as patch:
-        trace = fresh.export_user_module
-        patch.setattr(fresh, "export_user_module", getattr(trace, "__wrapped__", trace))
-        trusted = reference_for(bundle, case_to_bisect(bundle), "ort-cpu")
+    getattr(fresh.export_user_module, "forget", dict)()  # tests/conftest.py
+    trusted = reference_for(bundle, case_to_bisect(bundle), "ort-cpu")
     assert trusted.title == "the module's program in FP64"
     assert trusted.module_unused is None
     return trusted

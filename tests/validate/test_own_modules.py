@@ -61,8 +61,8 @@ def test_the_bundle_knows_the_module(own_bundles):
         "masks": {"B": 4, "S": 24},
         "mask-of-one": {"B": 1, "S": 24},
     }
-    # 4 rows of 32 tokens: projections of 4·64², an MLP of 4·64² more, and two matmuls of attention
-    assert spec.flops == 3 * (2 * 4 * 32 * 8 * 64**2 + 4 * 4 * 32 * 32 * 64)
+    # 4 rows of 32 tokens: projections of 4·64², two matmuls of attention, and one MLP of 4·64² more
+    assert spec.flops == 2 * 4 * 32 * (3 * 4 + 4) * 64**2 + 3 * 4 * 4 * 32 * 32 * 64
     assert open_bundle(own_bundles().path).manifest.spec == spec
 
 
@@ -159,7 +159,7 @@ def test_fresh_and_swept_cases(own_bundles):
 def test_code_that_may_run_draws_fresh_cases_and_a_file_that_is_elsewhere_is_named(
     own_bundles, tmp_path, run_cli, refused, monkeypatch
 ):
-    small = own_bundles("one_layer", golden=("opt", "probe"))
+    small = own_bundles("talking", golden=("opt", "probe"))
     copied = open_bundle(Path(shutil.copytree(small.path, tmp_path / "copy")))
     monkeypatch.setattr(isolation, "trust_code", False)
     monkeypatch.setattr(isolation, "own", set())
@@ -168,7 +168,7 @@ def test_code_that_may_run_draws_fresh_cases_and_a_file_that_is_elsewhere_is_nam
         done = run_cli("validate", copied.path, *quick, *trust)
         drawn.append({each["cases"] for each in json.loads(done.out)["parity"]} - {"golden", "layers"})
     assert drawn == [set(), {"fresh"}]
-    edit_manifest(copied.path, lambda data: data["spec"].update(factory="gone/own_models.py:one_layer"))
+    edit_manifest(copied.path, lambda data: data["spec"].update(factory="gone/own_models.py:talking"))
     refused("validate", copied.path, "--fresh", "1", what="is not here", got="gone/own_models.py")
 
 

@@ -13,11 +13,13 @@ from mha_deploy.options import ValidateOptions
 from mha_deploy.validation.run import validate_bundle
 from mha_deploy.validation.verdict import unfused_findings
 
+GOLDEN = ("opt", "probe")  # as another test has it
+
 
 @pytest.fixture
 def copied(own_bundles, tmp_path):
     """A function that copies the bundle of a factory, and gives its folder."""
-    return lambda name: shutil.copytree(own_bundles(name, golden=("opt",)).path, tmp_path / name)
+    return lambda name: shutil.copytree(own_bundles(name, golden=GOLDEN).path, tmp_path / name)
 
 
 MODELS = pytest.mark.parametrize(
@@ -27,10 +29,10 @@ MODELS = pytest.mark.parametrize(
 
 @MODELS
 def test_the_manifest_and_a_validation_count_talking_heads(name, fused, own_bundles):
-    manifest = own_bundles(name, golden=("opt",)).manifest
+    manifest = own_bundles(name, golden=GOLDEN).manifest
     assert (len(manifest.attention), manifest.spec.attention_count) == (fused, 2)
     assert sum("blocks.1.attention" in note for note in manifest.notes) == 1
-    report = validate_bundle(own_bundles(name, golden=("opt",)), ValidateOptions(probe=False))
+    report = validate_bundle(own_bundles(name, golden=GOLDEN), ValidateOptions(probe=False))
     assert report.passed, report.headline
     assert f"{fused} of 2" in report.headline
     (required,) = unfused_findings(manifest, ValidateOptions(require_fused=True))
@@ -84,7 +86,7 @@ def test_attentions_that_are_no_node_are_shown_by_the_outputs_or_judged_by_thems
     torch.manual_seed(0)
     mask = torch.arange(6) < torch.tensor([[6], [4]])
     inputs = {"x": md.Example(torch.randn(2, 6, 32), "B", "S"), "mask": md.Example(mask, "B", "S")}
-    model = md.Deployable(module=ShownAndHidden(), inputs=inputs, axes={"B": "1:4:8", "S": "1:24:32"})
+    model = md.Deployable(module=ShownAndHidden(), inputs=inputs, axes={"B": "4", "S": "1:24:32"})
     bundle = md.export(model, tmp_path / "bundle", golden=["opt"], precision="fp16")
     seen = {each.name: each for each in bundle.manifest.observed}
     kinds = {"zero", "one head zero", "mask dropped", "scale off by 2 %"}
