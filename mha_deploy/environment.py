@@ -106,10 +106,11 @@ class RuntimePackage(NamedTuple):
     name: str  # what people call it
     module: str  # what Python imports
     packages: tuple[str, ...]  # names it may be installed under
-    gives: str  # what it makes possible here
+    gives: str  # what it makes possible here, for people
     install: str  # the command that installs it
     one_of: bool = True  # whether only one of the packages may be installed, because they hold the same files
     slow: bool = False  # whether importing it takes long: then it is tried only on request
+    verb: str = ""  # what it is for: `export`, which needs all of these, or `validate`, which needs one
 
 
 def _install(extra: str) -> str:
@@ -122,12 +123,15 @@ _ONNX, _GPU = "check, validate --backend onnx-reference", "run and time on a GPU
 _LEAN = ("tensorrt-lean-cu13-bindings", "tensorrt-lean-cu12-bindings", "tensorrt-lean")
 _COMPATIBLE = "run version-compatible engines: 43 MB in place of gigabytes"
 _HERE, _ANYWHERE = "build-engine on this machine's GPU", "build-engine without a GPU"
+EXPORT, VALIDATE = "export", "validate"
 _ORTS = ("onnxruntime", "onnxruntime-gpu")
 RUNTIMES = (
-    RuntimePackage("PyTorch", "torch", ("torch",), "export", _install("export"), slow=True),
-    RuntimePackage("onnxscript", "onnxscript", ("onnxscript",), "export", _install("export"), slow=True),
-    RuntimePackage("ONNX", "onnx", ("onnx",), _ONNX, "pip install mha-deploy", slow=True),
-    RuntimePackage("ONNX Runtime", "onnxruntime", _ORTS, "validate --backend ort-cpu", _ORT),
+    RuntimePackage("PyTorch", "torch", ("torch",), "export", _install("export"), slow=True, verb=EXPORT),
+    RuntimePackage(
+        "onnxscript", "onnxscript", ("onnxscript",), "export", _install("export"), slow=True, verb=EXPORT
+    ),
+    RuntimePackage("ONNX", "onnx", ("onnx",), _ONNX, "pip install mha-deploy", slow=True, verb=VALIDATE),
+    RuntimePackage("ONNX Runtime", "onnxruntime", _ORTS, "validate --backend ort-cpu", _ORT, verb=VALIDATE),
     RuntimePackage("TensorRT", "tensorrt", _TENSORRT, _HERE, _install("trt"), one_of=False),
     RuntimePackage("TensorRT lean", "tensorrt_lean_bindings", _LEAN, _COMPATIBLE, _install("lean"), False),
     RuntimePackage("TensorRT-RTX", "tensorrt_rtx", _RTX, _ANYWHERE, _install("rtx"), one_of=False),
@@ -141,11 +145,12 @@ RUNTIMES = (
 def examine(runtimes: Sequence[RuntimePackage] = RUNTIMES, *, load: bool = False) -> dict[str, Any]:
     """Look for every runtime and for GPUs; `load` imports those runtimes too that take long to import."""
     rows = [_examine_one(runtime, load or not runtime.slow) for runtime in runtimes]
-    working = {runtime.module for runtime, row in zip(runtimes, rows, strict=True) if row["works"]}
+    pairs = list(zip(runtimes, rows, strict=True))
+    working = {runtime.module for runtime, row in pairs if row["works"]}
     here, tensorrt, rtx = gpus(), "tensorrt" in working, "tensorrt_rtx" in working
     can = {
-        "export": all(row["works"] for row in rows if row["gives"] == "export"),
-        "validate": any(row["works"] for row in rows if "validate --backend" in row["gives"]),
+        "export": all(row["works"] for runtime, row in pairs if runtime.verb == EXPORT),
+        "validate": any(row["works"] for runtime, row in pairs if runtime.verb == VALIDATE),
         "build-engine": rtx or (tensorrt and bool(here)),
         "run-engines": "cuda.bindings" in working and (tensorrt or rtx) and bool(here),
     }

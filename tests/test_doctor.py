@@ -19,8 +19,8 @@ from mha_deploy.environment import (
 )
 
 
-def runtime(module, packages=(), gives="something"):
-    return RuntimePackage(module, module, packages, gives, f"get {module}")
+def runtime(module, packages=(), verb=""):
+    return RuntimePackage(module, module, packages, "something", f"get {module}", verb=verb)
 
 
 def state_of(known, **options):
@@ -124,10 +124,10 @@ def test_the_report_is_plain_data():
 
 
 def test_export_needs_all_of_its_packages_and_validation_one_of_its_runtimes():
-    here = [runtime("json", gives="export"), runtime("csv", gives="validate --backend a")]
+    here = [runtime("json", verb="export"), runtime("csv", verb="validate")]
     absent = [
-        runtime("surely_absent", gives="export"),
-        runtime("surely_absent", gives="validate --backend b"),
+        runtime("surely_absent", verb="export"),
+        runtime("surely_absent", verb="validate"),
     ]
     no_engine = {"build-engine": False, "run-engines": False}
     assert examine([*here, absent[1]])["can"] == {"export": True, "validate": True, **no_engine}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -251,6 +251,15 @@ class LossSums:
         return 1.0 - self.same / max(self.count, 1) if self.is_whole else self.relative
 
 
+def worst_loss(pairs: Iterable[tuple[Arrays, Arrays]]) -> float:
+    """The loss of the output that loses most, over pairs of right outputs and those that were got."""
+    sums: dict[str, LossSums] = {}
+    for true, got in pairs:
+        for name, array in true.items():
+            sums.setdefault(name, LossSums()).add(array, got[name])
+    return max((each.loss for each in sums.values()), default=0.0)
+
+
 _Change = Callable[[Inputs], Inputs]
 _CHANGED = ("MatMul", "Gemm", "Attention")
 
@@ -277,18 +286,17 @@ class Trials:
 
     def loss(self, names: Sequence[str]) -> float:
         """The loss with these parts quantized and no others."""
-        sums: dict[str, LossSums] = {}
         changed = {node: change for name in names for node, change in self._change[name].items()}
 
         def quantized(node: FileNode) -> Callable[[Compute, Inputs], Any] | None:
             change = changed.get(node.name) if node.operator in _CHANGED else None
             return None if change is None else lambda compute, inputs: compute(*change(inputs))
 
-        for sample, true, results in zip(self._samples, self._true, self._results, strict=True):
-            got = self._program.run(sample.inputs, ChangedMode(quantized, results=results))
-            for name, array in true.items():
-                sums.setdefault(name, LossSums()).add(array, got[name])
-        return max((each.loss for each in sums.values()), default=0.0)
+        runs = zip(self._samples, self._true, self._results, strict=True)
+        return worst_loss(
+            (true, self._program.run(sample.inputs, ChangedMode(quantized, results=results)))
+            for sample, true, results in runs
+        )
 
 
 def _changes(layer: Part, scales: Mapping[str, float], format: EightBits) -> dict[str, _Change]:

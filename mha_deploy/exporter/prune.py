@@ -24,7 +24,15 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from mha_deploy.bundle.manifest import LossLayer, LossPoint, LossRecord
 from mha_deploy.bundle.sizes import PlannedCase
 from mha_deploy.errors import DeployError, ExportError, LossExceeded
-from mha_deploy.exporter.compress import FEW, Compression, LossSums, Original, Samples, measure_loss, prepared
+from mha_deploy.exporter.compress import (
+    FEW,
+    Compression,
+    Original,
+    Samples,
+    measure_loss,
+    prepared,
+    worst_loss,
+)
 from mha_deploy.exporter.file_program import Compute, FileNode, FileProgram, FileRounding, Inputs
 from mha_deploy.exporter.flow import refuse_large_error
 from mha_deploy.exporter.head_layout import in_plain_form
@@ -313,12 +321,9 @@ def prune(
         true = [program.run(sample.inputs) for sample in few]
 
         def loss(removed: Sequence[Unit]) -> float:
-            sums: dict[str, LossSums] = {}
-            mode = _partners(gram, removed)
-            for sample, right in zip(few, true, strict=True):
-                for name, array in program.run(sample.inputs, _Removed(found, mode)).items():
-                    sums.setdefault(name, LossSums()).add(right[name], array)
-            return max((each.loss for each in sums.values()), default=0.0)
+            partners = _partners(gram, removed)
+            got = (program.run(sample.inputs, _Removed(found, partners)) for sample in few)
+            return worst_loss(zip(true, got, strict=True))
 
         alone: dict[Unit, float] = {}
         for name, each in found.items():
@@ -503,11 +508,8 @@ def pool(
         alone: dict[str, float] = {}
         for name in found:
             on_step(Step("sensitivity", name))
-            tried, sums = FileProgram(_pooled(original.model, [name], kv_heads)), dict[str, LossSums]()
-            for sample, right in zip(few, true, strict=True):
-                for output, array in tried.run(sample.inputs).items():
-                    sums.setdefault(output, LossSums()).add(right[output], array)
-            alone[name] = max((each.loss for each in sums.values()), default=0.0)
+            tried = FileProgram(_pooled(original.model, [name], kv_heads))
+            alone[name] = worst_loss(zip(true, (tried.run(each.inputs) for each in few), strict=True))
         model = _pooled(original.model, list(found), kv_heads)
         outputs, _, judged, count = measure_loss(original.model, model, held_out, {}, figure, on_step)
     layers = [
