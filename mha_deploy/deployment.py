@@ -167,7 +167,7 @@ def refit_bundle(
     ranges = {name: str(axis) for name, axis in spec.axes.items()}
     source = spec.source or (str(weights) if is_onnx_file(str(weights)) else None)
     if source is None:
-        problem = f"{spec.name} was not made by a factory: nothing here can give it other weights."
+        problem = f"{spec.name} has no factory, so it cannot get other weights."
         raise DeployError(problem, got=weights, hint="--weights model.onnx, the file with other weights")
     if spec.factory:
         isolation.refuse_untrusted(spec.factory)

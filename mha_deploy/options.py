@@ -382,11 +382,14 @@ def refuse_contradictions(options: ValidateOptions, *, has_runners: bool) -> Non
         what, hint = "These options need data.", "--data with your samples, or data="
         raise DeployError(what, got=", ".join(more), hint=hint)
     if options.source and options.data is None and not (options.steps or options.fresh):
-        what = "The source of the model is needed for data, fresh cases or steps."
+        what = "The source of the model is used only with --data, --fresh or --steps."
         hint = "--data with your samples, --fresh N, or --steps N"
         raise DeployError(what, got=options.source, hint=hint)
     if options.names and not (options.graphs or options.engine_files or has_runners):
-        what, hint = "There is nothing whose names could be mapped.", "with graphs, engine_files or runners"
+        what, hint = (
+            "Names are mapped only for another graph, engine or runner.",
+            "--graph or --engine-file; in Python also runners=",
+        )
         raise DeployError(what, got=options.names, hint=hint)
     if options.url is None:
         return
@@ -394,7 +397,7 @@ def refuse_contradictions(options: ValidateOptions, *, has_runners: bool) -> Non
     local += ["data"] * (options.data is not None) + ["runners"] * has_runners
     if local:
         what, got = "A server is judged in place of the runtimes of this machine.", ", ".join(local)
-        raise DeployError(what, got=f"{options.url} and {got}", hint="one of them at a time")
+        raise DeployError(what, got=f"{options.url} and {got}", hint="use one of them at a time")
 
 
 @dataclass(frozen=True, kw_only=True)

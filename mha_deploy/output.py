@@ -125,7 +125,7 @@ def write_files(files: Mapping[Path, tuple[bytes, IsOurs]], **rules: Any) -> Non
     places = {path: check_file(path, is_ours, **rules) for path, (_, is_ours) in files.items()}
     if len(set(places.values())) < len(places):
         hint = "another name for one of them"
-        raise DeployError("Two outputs are one file.", got=next(iter(places)), hint=hint)
+        raise DeployError("Two outputs are the same file.", got=next(iter(places)), hint=hint)
     try:
         with ExitStack() as owned:
             new = {}
@@ -344,7 +344,9 @@ def commit_folder(new: Path, place: Path, *, overwrite: bool) -> tuple[str, ...]
         extras, foreign = ((), (new.name,)) if manifest is None else _contents(new, manifest)
         if foreign or set(extras) - set(gone):
             _swap(new, place)
-            problem = "Another program wrote into the output folder in the meantime; it was left as it is."
+            problem = (
+                "Another program wrote into the output folder in the meantime; the folder was left as it is."
+            )
             raise BundleError(problem, got=place, hint="try again, or another -o")
     _flush_folder(place.parent)
     return gone
@@ -375,7 +377,7 @@ def replace_keeping(new: Path, place: Path, replaced: Callable[[Path], set[str]]
         _swap(new, place)
         if _tree(new) - replaced(new) != kept:
             _swap(new, place)
-            problem = "Another program wrote into the folder in the meantime; it was left as it is."
+            problem = "Another program wrote into the folder in the meantime; the folder was left as it is."
             raise DeployError(problem, got=place, hint="try again")
     _flush_folder(place.parent)
 
@@ -456,7 +458,7 @@ def make_folder(folder: Path, within: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BundleError("The folder cannot be made.", got=error, hint="move what is there") from error
+        raise BundleError("The folder cannot be created.", got=error, hint="move what is there") from error
 
 
 # -- Temporary names -------------------------------------------------------------------------------

@@ -127,14 +127,14 @@ def _checked(path: str, verb: str, options: Any) -> dict[str, Any]:
             msgspec.convert(value, _TYPES[kind])
         except msgspec.ValidationError as error:
             raise DeployError(
-                f"{name} has another type.", got=f"{path}: {value!r}", hint=f"{name} = {_WORDS[kind]}"
+                f"{name} has the wrong type.", got=f"{path}: {value!r}", hint=f"{name} = {_WORDS[kind]}"
             ) from error
         least, most = details.get("min"), details.get("max")
         numbers = value if isinstance(value, list) else [value]
         if any((least is not None and x < least) or (most is not None and x > most) for x in numbers):
             raise DeployError(f"{name} is out of bounds.", got=f"{path}: {value}", hint=f"{least} to {most}")
         if verb == "validate" and value is False:
-            problem = f"A file cannot switch off {name}: it would leave out what is judged."
+            problem = f"A file cannot switch off {name}: less would be judged."
             raise DeployError(problem, got=f"{path}: {name} = false", hint=f"--no-{name.replace('_', '-')}")
     return {name.replace("-", "_"): value for name, value in options.items()}
 
@@ -146,9 +146,9 @@ def _invalid(path: str, table: Any, error: msgspec.ValidationError) -> DeployErr
     known = Demands.__struct_fields__
     if unknown := [name for name in table if name not in known]:
         got = f"{path}: {unknown[0]}"
-        return DeployError("There is no such demand.", got=got, hint=nearest(unknown[0], known))
+        return DeployError("There is no such requirement.", got=got, hint=nearest(unknown[0], known))
     words, name = problem_in(error)
-    what, given = f"The value of {name or 'a demand'} is not possible.", f"{name} = {table.get(name)!r}"
+    what, given = f"The value of {name or 'a requirement'} is not valid.", f"{name} = {table.get(name)!r}"
     return DeployError(what, got=f"{path}: {given}", hint=f"what was {words.lower().replace('`', '')}")
 
 

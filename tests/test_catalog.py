@@ -230,9 +230,9 @@ def test_malformed_toml_is_refused_with_its_line(tmp_path):
 
 def test_a_name_inside_the_file_is_refused(tmp_path):
     path = write(tmp_path, 'name = "other"\nHq = 2\nE = 32\naxes = { B = 1, S = 8 }\n')
-    with pytest.raises(SpecError, match="named by its file name") as caught:
+    with pytest.raises(SpecError, match="named after its file") as caught:
         read_spec(path)
-    assert caught.value.hint == "drop `name`"
+    assert caught.value.hint == "remove `name`"
 
 
 def test_a_bad_spec_is_refused_with_the_file_and_the_nearest_key(tmp_path):

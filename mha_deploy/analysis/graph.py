@@ -80,7 +80,7 @@ def analyze_graph(
     if not stages:
         problem = f"{name} has no attention and no GEMM whose sizes are known."
         got = f"{len(unknown)} of unknown sizes" if unknown else f"{others} other nodes"
-        raise DeployError(problem, got=got, hint="--at with a size for every axis, as B=1,S=128")
+        raise DeployError(problem, got=got, hint="--at with a size for every axis, such as B=1,S=128")
     cost = cost_of(*stages)
     return GraphAnalysis(
         name=name,
@@ -112,7 +112,7 @@ def concrete_shapes(model: ir.Model, sizes: Sizes) -> dict[str, tuple[int, ...]]
                 raise DeployError(
                     "An axis of the graph has no size.",
                     got=f"{dim} of {value.name}",
-                    hint="--at with a size for every axis, as B=1,S=128",
+                    hint="--at with a size for every axis, such as B=1,S=128",
                 ) from error
         value.shape = ir.Shape(found)
     made = [value for node in copy.graph.all_nodes() for value in node.outputs]
@@ -121,7 +121,7 @@ def concrete_shapes(model: ir.Model, sizes: Sizes) -> dict[str, tuple[int, ...]]
     try:
         infer_sizes(copy)
     except (onnx.shape_inference.InferenceError, RuntimeError, ValueError) as error:
-        problem, hint = "The sizes of the graph cannot be followed.", "other sizes in --at"
+        problem, hint = "The tensor sizes in the graph cannot be inferred.", "other sizes in --at"
         raise DeployError(problem, got=str(error).splitlines()[0], hint=hint) from error
     shapes = {
         str(value.name): dims(value) for value in (*copy.graph.inputs, *made) if value.shape is not None

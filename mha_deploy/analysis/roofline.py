@@ -79,7 +79,7 @@ def parse_peaks(text: str) -> GpuPeaks:
         if not (0 < tflops < 1e9 and 0 < bandwidth < 1e9):
             raise ValueError
     except ValueError as error:
-        hint = "the dense rate in TFLOP/s and the memory bandwidth in GB/s, as 362:864"
+        hint = "the dense rate in TFLOP/s and the memory bandwidth in GB/s, such as 362:864"
         raise DeployError("The peak figures are not two numbers.", got=text, hint=hint) from error
     return GpuPeaks(
         name=f"{tflops:g} TFLOP/s, {bandwidth:g} GB/s",

@@ -28,7 +28,7 @@ def read_inputs(path: Path, spec: AttentionSpec) -> dict[str, np.ndarray]:
     def check_names(names: Collection[str]) -> None:
         if sorted(names) != sorted(wanted):
             got, hint = ", ".join(sorted(names)) or "none", f"exactly: {', '.join(wanted)}"
-            raise DeployError(f"The inputs are not those of {spec.name}.", got=got, hint=hint)
+            raise DeployError(f"The inputs do not match those of {spec.name}.", got=got, hint=hint)
 
     arrays = read_npz(path, check_names)
     sizes = {name: axis.min for name, axis in spec.axes.items() if not axis.is_dynamic}
@@ -149,10 +149,12 @@ def refuse_image(
 ) -> None:
     """Refuse a file that a heatmap cannot be written to."""
     if path.suffix.lower() != ".png":
-        raise DeployError("The heatmap is a PNG.", got=path, hint=path.with_suffix(".png").name)
+        raise DeployError(
+            "The heatmap is written as a PNG file.", got=path, hint=path.with_suffix(".png").name
+        )
     real = check_file(path, is_image, overwrite=overwrite, inputs=inputs)
     if not real.parent.is_dir():
-        hint = f"make {path.parent}, or a file in a folder that is there"
+        hint = f"create {path.parent}, or name a file in an existing folder"
         raise DeployError("The heatmap cannot be written: there is no such folder.", got=path, hint=hint)
 
 

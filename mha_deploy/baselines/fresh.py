@@ -80,7 +80,7 @@ def attention_spec(bundle: Bundle) -> AttentionSpec:
     spec = bundle.manifest.spec
     if not isinstance(spec, AttentionSpec):
         raise BundleError(
-            "The bundle is not that of a catalog layer.",
+            "This is not the bundle of a catalog layer.",
             got=spec.name,
             hint="a bundle of a layer from `mha-deploy models`",
         )
@@ -181,7 +181,7 @@ class ProgramValues:
         for name, oracle in case.oracle.items():
             found = to_numpy(outputs[name]) if name in outputs else np.empty(())
             if found.shape != oracle.shape or not np.allclose(found, oracle, rtol=1e-6, atol=1e-9):
-                what = "The factory's module computes something else now than when it was exported."
+                what = "The factory's module no longer computes what it computed at export."
                 raise BundleError(what, got=f"output {name} of golden case {case.name}", hint="export again")
         return {name: to_numpy(tensor) for name, tensor in kept.items()}
 

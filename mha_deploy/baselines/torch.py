@@ -241,7 +241,9 @@ class TorchModels:
         if packed and not self._can_pack:
             got = "cross attention" if self.spec.is_cross else "packed projections"
             hint = "the baseline sdpa-cudnn"
-            raise DeployError("The layer has no three projections of one input to pack.", got=got, hint=hint)
+            raise DeployError(
+                "The layer does not have three projections of one input to pack.", got=got, hint=hint
+            )
         return (self._packed if packed else self._layer).variation(path=path)
 
     @cached_property

@@ -298,7 +298,9 @@ def unpack_baselines(file: str, arrays: Arrays, oracle: Arrays, precision: Preci
     """The samples of the outputs of an oracle; refuses another shape, and a size that is not plausible."""
     kinds, counts, found = accumulations(precision), arrays["branches"], dict[str, Baseline]()
     if counts.shape != (len(kinds),) or counts.dtype != np.int32 or counts.min() < 0:
-        raise BundleError("A golden case does not count its samples.", got=file, hint="export again")
+        raise BundleError(
+            "A golden case does not state its number of samples.", got=file, hint="export again"
+        )
     for accumulate, branches in zip(kinds, map(int, counts), strict=True):
         samples = {}
         for name, true in oracle.items():
@@ -618,7 +620,7 @@ def place_tokens(
         shape = tensor.shape({"B": len(lengths), new: S})
         if prod(shape) != at.size:
             if (lengths != lengths[0]).any():
-                what = f"Input {tensor.name} places the tokens of all batch elements alike."
+                what = f"Input {tensor.name} has the same token positions for all batch elements."
                 got, hint = f"lengths {lengths.tolist()}", "an input with the axis B"
                 raise DeployError(what, got=got, hint=hint)
             at = at[:1]
@@ -773,7 +775,7 @@ def refuse_steps(
     if prompt is None:  # of the usual length, or as much of it as leaves room for the steps
         prompt = min(spec.axes[cache.new].opt, cache.room - steps)
         if prompt < 1:
-            problem = f"The cache of {spec.name} has no room for a prompt and so many steps."
+            problem = f"The cache of {spec.name} has no room for a prompt and this many steps."
             most = f"{cache.room - 1} steps at most" if cache.room > 1 else "export it with a larger cache"
             raise DeployError(problem, got=f"--steps {steps}", hint=most)
     if batch is not None and spec.batch is None:
@@ -896,5 +898,5 @@ def refuse_polygraphy(cache: str, precision: Precision) -> None:
     if cache == "none":
         reason = "bf16: Polygraphy's JSON holds NumPy arrays, which have no bfloat16"
     if cache != "none" or precision.name == "bf16":
-        problem = "There are no Polygraphy files of such a bundle."
+        problem = "Polygraphy files cannot be written for this bundle."
         raise ExportError(problem, got=reason, hint="leave out --polygraphy")

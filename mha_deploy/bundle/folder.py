@@ -178,7 +178,7 @@ class BundleWriter:
                 check(opened)
         except DeployError as error:
             problem = "The bundle could not be opened again, so it was not written."
-            hint = "change what the model, its texts or its inputs have there"
+            hint = "change the model, its texts or its inputs at this place"
             raise BundleError(problem, got=error.in_one_line, hint=hint) from error
         removed = commit_folder(self.path, self.place, overwrite=self.overwrite)
         return Bundle(path=self.target, manifest=opened.manifest, removed=removed)

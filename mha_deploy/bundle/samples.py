@@ -186,12 +186,17 @@ def _cut(path: Path, title: str, arrays: Mapping[str, _Stored], spec: ModelSpec)
             raise DeployError(problem, got=f"{title}: {known}", hint=_HINT)
         more = len(shape) - len(tensor.dims)
         if more not in (0, 1):
-            problem, hint = f"Input {tensor.name} has another rank.", f"[{', '.join(map(str, tensor.dims))}]"
+            problem, hint = (
+                f"Input {tensor.name} has the wrong rank.",
+                f"[{', '.join(map(str, tensor.dims))}]",
+            )
             raise DeployError(problem, got=f"{title}: {list(shape)}", hint=f"{hint}, or with N samples first")
         counts.add(shape[0] if more else None)
     if len(counts) != 1:
         hint = "as many samples of each input"
-        raise DeployError("The inputs do not have as many samples.", got=f"{title}: {counts}", hint=hint)
+        raise DeployError(
+            "The inputs have different numbers of samples.", got=f"{title}: {counts}", hint=hint
+        )
     (count,) = counts
     for index in (None,) if count is None else range(count):
         name = title if index is None else f"{title}[{index}]"
@@ -254,7 +259,7 @@ def as_taken(sample: Sample, spec: ModelSpec, precision: Precision) -> Sample:
     for tensor in spec.inputs:
         array, wanted = np.asarray(sample.inputs[tensor.name]), precision.numpy_of(tensor.kind)
         if array.ndim != len(tensor.dims):
-            problem = f"Input {tensor.name} of a sample has another rank."
+            problem = f"Input {tensor.name} of a sample has the wrong rank."
             hint = f"[{', '.join(map(str, tensor.dims))}]"
             raise DeployError(problem, got=f"{sample.name}: {list(array.shape)}", hint=hint)
         inputs[tensor.name] = _in_type(sample.name, tensor.name, array, wanted)
@@ -287,7 +292,9 @@ def _check_shape(name: str, tensor: TensorSpec, shape: tuple[int, ...], sizes: M
     except KeyError:
         wanted = None
     if wanted != shape:
-        problem = f"Input {tensor.name} of a sample has another shape than its other inputs, or the model."
+        problem = (
+            f"Input {tensor.name} of a sample has a shape that does not match its other inputs or the model."
+        )
         hint = f"[{', '.join(map(str, tensor.dims))}]"
         raise DeployError(problem, got=f"{name}: {list(shape)}", hint=hint)
 

@@ -183,8 +183,8 @@ def points_from_text(spec: ModelSpec, text: str) -> tuple[TimedPoint, ...]:
         return named
     if "=" not in text and spec.cache != "none":
         names = (USUAL, *(point.name for point in usual))
-        hint = f"{nearest(text, names)} Or sizes, as B=1,S=1."
-        raise SpecError(f"{spec.name} has no such point to time.", got=text, hint=hint)
+        hint = f"{nearest(text, names)} Or sizes, such as B=1,S=1."
+        raise SpecError(f"{spec.name} has no such sizes to time.", got=text, hint=hint)
     sizes = spec.parse_sizes(text)
     return (with_full_cache(spec, sizes_name(sizes), sizes),)
 

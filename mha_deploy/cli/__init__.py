@@ -90,7 +90,10 @@ def main() -> None:
             number = received[0] if received else signal.SIGINT
             code = 128 + number
             word = "interrupted" if number == signal.SIGINT else "terminated"
-            error, is_printed = DeployError(word, hint="run it again; nothing half-written is left"), True
+            error, is_printed = (
+                DeployError(word, hint="run the command again; no partial output is left"),
+                True,
+            )
             click.echo(word, err=True)
         if error and not is_printed:
             click.echo(f"error: {error}", err=True)

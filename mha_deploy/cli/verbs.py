@@ -837,7 +837,7 @@ def inspect(
             for left in found.unfused:
                 yield f"{left.name} cannot be fused: {left.reason}"
             if found.foreign:
-                yield f"No engine is built of it: {', '.join(found.foreign)} are not ONNX's operators."
+                yield f"No engine can be built from it: {', '.join(found.foreign)} are not ONNX operators."
 
     return Result(data, lines)
 
@@ -994,7 +994,7 @@ def completion(
     from mha_deploy.cli.completion import SHELLS, complete, script
 
     if shell not in SHELLS:
-        raise DeployError("Completion is not known for this shell.", got=shell, hint=", ".join(SHELLS))
+        raise DeployError("There is no completion script for this shell.", got=shell, hint=", ".join(SHELLS))
     if line is None:
         text = script(shell).rstrip("\n")
         return Result({"shell": shell, "script": text}, lambda: [text])

@@ -628,7 +628,7 @@ def refitted_engine(engine: Engine, old: Bundle, new: Bundle) -> Engine:
     options = EngineOptions(backend=manifest.backend, allow_decomposed=True)
     before, after = (lowered_graph(each, engine, options) for each in (old, new))
     if differs := differing_part(before, after):
-        problem = "The graph with the new weights is another one, so the engine cannot take them."
+        problem = "The graph with the new weights differs, so the engine cannot take them."
         hint = f"build an engine of it: {build_command(new.path)}"
         raise EngineError(problem, got=differs, hint=hint)
     plan, host_code = engine.path.read_bytes(), bool(manifest.options.get("version_compatible"))

@@ -298,7 +298,7 @@ class Engine:
         if sha256(bundle / MANIFEST) != self.manifest.bundle_sha256:
             raise BundleError("The engine was built from another bundle.", got=self.path, hint=hint)
         if wrong := _misfit(self.manifest, open_bundle(bundle, verify=False).manifest):
-            problem = "The engine's manifest does not fit its bundle."
+            problem = "The engine's manifest does not match its bundle."
             raise BundleError(problem, got=f"{self.path}: {wrong}", hint=hint)
 
 
@@ -418,12 +418,12 @@ def open_engine(path: Path) -> Engine:
         problem = "There is no engine with a manifest here."
         raise BundleError(problem, got=path, hint=build_command(_place_of_bundle(path)))
     if not path.is_file():
-        raise BundleError("The engine file is missing, its manifest is not.", got=path, hint="rebuild it")
+        raise BundleError("The engine file is missing, but its manifest exists.", got=path, hint="rebuild it")
     plan = read_regular(path, _LARGEST_PLAN)
     manifest = _manifest_for(plan, beside)
     if plan[1:4] != PLAN_MAGIC:
         begin = f"begins with {plan[:8]!r}" if plan else "is empty"
-        problem = "The engine is not a plan of TensorRT."
+        problem = "The engine is not a TensorRT plan."
         raise BundleError(problem, got=f"{path}, which {begin}", hint="rebuild it")
     if manifest.backend != RTX:
         return Engine(path=path, manifest=manifest, is_confirmed=False)
@@ -809,7 +809,7 @@ def open_plan(path: Path, backend: str | None = None) -> Runner:
         hint = "the path of a plan, as `trtexec --saveEngine` writes it"
         raise DeployError("The engine file cannot be read.", got=error, hint=hint) from error
     if head[1:4] != PLAN_MAGIC:
-        problem = "The file is not a plan of TensorRT."
+        problem = "The file is not a TensorRT plan."
         hint = "a plan as `trtexec --saveEngine` writes it; an ONNX file with --graph"
         raise DeployError(problem, got=f"{path}, which begins with {head!r}", hint=hint)
     backend = backend or (RTX if head[:1] == b"v" else "tensorrt")

@@ -194,8 +194,8 @@ def check_eligibility(model: ir.Model, target: Target) -> list[Eligibility]:
 def refuse_foreign_operators(model: ir.Model) -> None:
     """Refuse a graph with operators that no builder should look for: a library of that name would run."""
     if foreign := foreign_domains(model):
-        what, got = "The graph has operators that are not ONNX's.", f"domain {', '.join(foreign)}"
-        raise EngineError(what, got=got, hint="export the model with operators of ONNX alone")
+        what, got = "The graph has operators that are not part of ONNX.", f"domain {', '.join(foreign)}"
+        raise EngineError(what, got=got, hint="export the model with ONNX operators only")
 
 
 def native_dialect(rt: TensorRT) -> str:

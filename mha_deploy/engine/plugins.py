@@ -264,7 +264,7 @@ def find_parts(given: Mapping[str, Path | None]) -> list[Found]:
         lines.append(f"{part.title} ({', '.join(part.files)}), looked in {looked}")
         hints.append(f"{part.title}: {part.install}, or {part.option} PATH")
     if lines:
-        problem = "What the plugin library is built with is missing."
+        problem = "Something that the build of the plugin library needs is missing."
         raise PluginError(problem, got="; ".join(lines), hint="; ".join(hints))
     return found
 

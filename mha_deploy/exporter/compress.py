@@ -373,7 +373,7 @@ def quantize(original: Original, options: ExportOptions, on_step: OnName = silen
     format, limit = find_format(options.precision), options.max_loss
     if options.weight_scales not in WEIGHT_SCALES:
         hint = nearest(options.weight_scales, WEIGHT_SCALES)
-        raise DeployError("No such scales of weights.", got=options.weight_scales, hint=hint)
+        raise DeployError("No such kind of weight scales.", got=options.weight_scales, hint=hint)
     format = replace(format, per_tensor=options.weight_scales == "tensor")
     if options.calibration not in CALIBRATIONS:
         hint = nearest(options.calibration, CALIBRATIONS)
@@ -493,7 +493,7 @@ def _search(
 def _exceeded(record: LossRecord, alone: Mapping[str, float | None]) -> LossExceeded:
     least = min((loss, name) for name, loss in alone.items() if loss is not None)
     return LossExceeded(
-        f"Nothing can be quantized to {record.what} within the loss that is allowed.",
+        f"Nothing can be quantized to {record.what} within the allowed loss.",
         got=f"{least[1]} alone costs {least[0]:.2g}, limit {record.limit:g}",
         hint="a larger --max-loss, --calibration mse, more --data, or --precision fp16",
     )

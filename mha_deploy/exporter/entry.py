@@ -183,7 +183,7 @@ def refuse_export(out: Path, options: ExportOptions) -> None:
         flag = f"--{given[0].replace('_', '-')}"
         hint = "--precision int8 or fp8, or leave it out"
         got = f"--precision {options.precision}"
-        raise DeployError(f"{flag} is for a precision of eight bits.", got=got, hint=hint)
+        raise DeployError(f"{flag} needs an eight-bit precision.", got=got, hint=hint)
 
 
 def _open_original(

@@ -177,7 +177,7 @@ class WatchedLoops(TorchFunctionMode):
             if count >= self._ROUNDS and spent > self._seconds and 2 * self._looped > self._all:
                 where = f"{frame.f_code.co_name}, {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
                 raise UnrolledLoop(
-                    "PyTorch unrolls a loop, and most of the graph would be its rounds.",
+                    "PyTorch unrolls a loop, and its iterations would be most of the graph.",
                     got=f"{where}: {self._looped} of {self._all} operations so far, after {spent:.0f} s",
                     hint="fixed sizes, such as --axis S=128, which are traced faster; a module without the "
                     f"loop; or --time-limit {10 * isolation.limit_s:.0f}",

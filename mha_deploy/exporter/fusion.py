@@ -42,12 +42,12 @@ def fuse_file(source: Path, output: Path, *, overwrite: bool, verify: bool) -> F
     # The weights of the source may be read until the new file is whole.
     real = check_file(output, is_nobodys, overwrite=overwrite, inputs=[source])
     if not real.parent.is_dir():
-        hint = "make it, or another -o"
+        hint = "create it, or another -o"
         raise DeployError("The folder of the output does not exist.", got=output.parent, hint=hint)
     original = load_graph(source)
     beside, needed = real.with_name(f"{real.name}.data"), weight_files(original)
     if taken := [path for path in (real, beside) if path.resolve() in needed]:
-        what = "The output could replace weights of the input."
+        what = "The output could overwrite weights of the input."
         raise DeployError(what, got=taken[0], hint="write elsewhere")
     if beside.is_file() and not overwrite:
         raise DeployError("The file for the weights already exists.", got=beside, hint="--overwrite")

@@ -54,7 +54,7 @@ def model_from_transformers(
         model(input_ids=ids, past_key_values=held, use_cache=True)
     layers = getattr(held, "layers", ())
     if not layers or not all(isinstance(getattr(layer, "keys", None), Tensor) for layer in layers):
-        what = "The model keeps something else than keys and values."
+        what = "The cache of the model holds something other than keys and values."
         got = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "no cache"
         raise ExportError(what, got=got, hint="wrap it by hand: a Deployable with kv_cache=")
     is_static, pairs = cache == "static", [(layer.keys, layer.values) for layer in layers]

@@ -195,7 +195,7 @@ class OnnxSource(ExportSource):
                 self.notes.append(f"{planned.name}: drawn numbers are divided by {2**halved}: {what}")
             return case
         raise first or ExportError(
-            "The case cannot be drawn.", got=planned.name, hint="--input NAME=FILE.npy"
+            "No inputs can be drawn for this case.", got=planned.name, hint="--input NAME=FILE.npy"
         )
 
     def case_of(
@@ -348,7 +348,7 @@ class OnnxSource(ExportSource):
             fixed = None if isinstance(error, RuntimeCrash) else _fixed_reshape(self._typed, self.axes)
             if fixed is not None:
                 node, written, found = fixed
-                what = "The file does not run at these sizes: it has a Reshape to fixed ones."
+                what = "The file does not run at these sizes: it has a Reshape to fixed sizes."
                 got = f"Reshape {node_name(node)} to [{', '.join(map(str, written))}]; at {got}"
                 chosen = " ".join(f"--axis {name}={size}" for name, size in found.items()) or "--axis NAME=N"
                 hint = f"{chosen}, or write the file again with dynamic sizes in its Reshape"
@@ -669,7 +669,7 @@ def _growth(taken: tuple[Dim, ...], made: tuple[Dim, ...]) -> tuple[int, str, st
 def _fit(example: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
     """An example at another shape: sliced, or repeated."""
     if example.ndim != len(shape):
-        what = f"The example of input {name} has another rank."
+        what = f"The example of input {name} has the wrong rank."
         raise ExportError(what, got=example.shape, hint=str(shape))
     for axis, size in enumerate(shape):
         example = np.take(example, np.arange(size) % max(example.shape[axis], 1), axis)

@@ -337,7 +337,7 @@ class Float64(Intercept):
         found = [result] if isinstance(result, Tensor) else tensors_in(result)
         if narrow := [each.dtype for each in found if each.dtype in _WIDE]:
             got = f"{func}: {narrow[0]}"
-            hint = "plain operators of PyTorch in its place"
+            hint = "plain PyTorch operators in its place"
             raise ExportError("An operator of the module does not compute in FP64.", got=got, hint=hint)
         return result
 

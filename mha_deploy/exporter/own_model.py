@@ -144,7 +144,7 @@ def _check(given: Deployable, reference: str, name: str) -> UserModule:
         raise ExportError("longest is not a number of tokens.", got=repr(given.longest), hint="longest=4096")
     if (placing or given.longest) and not given.kv_cache:
         got, hint = "positions= or longest=", 'kv_cache={"key_cache": "key_cache_out"}'
-        raise ExportError("Tokens are placed in a KV cache, and there is none.", got=got, hint=hint)
+        raise ExportError("Token positions need a KV cache, and there is none.", got=got, hint=hint)
     for key in given.kv_cache.values():
         if not isinstance(key, str) or not key:
             hint = 'kv_cache={"past_key": "present_key"}'
@@ -189,7 +189,9 @@ def _check_positions(placing: Sequence[str], inputs: Mapping[str, Example], dims
         others = [dim for dim in named if dim != "B"]
         if named not in (["B", *others], others) or len(others) > 1 or not all(map(_is_name, others)):
             hint = 'the axes "B", "S", both, or none: the tokens of which are placed'
-            raise ExportError(f"Positions {name} have other axes than tokens.", got=dims[name], hint=hint)
+            raise ExportError(
+                f"Positions {name} have axes that tokens do not have.", got=dims[name], hint=hint
+            )
 
 
 def _is_name(dim: Dim) -> bool:
@@ -207,7 +209,7 @@ def _entries(given: Deployable, axes: Axes, dims: _Dims, new: str) -> dict[str, 
             if most > room and not given.longest:
                 what = f"One call may bring more tokens than cache {name} has entries."
                 got, hint = f"{new} up to {most}, {room} entries", f"{new} up to {room}, or a larger cache"
-                raise ExportError(what, got=got, hint=f"{hint}; of a ring buffer longest=")
+                raise ExportError(what, got=got, hint=f"{hint}; for a ring buffer also longest=")
     return found
 
 
@@ -414,7 +416,7 @@ def reopen_user_module(spec: ModelSpec, precision: Precision, *, device: str = "
         spec.factory, precision, seed=spec.seed, weights=weights, prefix=prefix, axes=spec.axes, device=device
     )
     if user.state_sha256 != spec.state_sha256:
-        what = f"{spec.factory} gives other weights now than when it was exported."
+        what = f"{spec.factory} no longer gives the weights that were exported."
         got = f"SHA-256 {user.state_sha256[:16]}…, not {spec.state_sha256[:16]}…"
         hint = "export again; a factory must give the same weights each time"
         raise BundleError(what, got=got, hint=hint)
@@ -447,8 +449,8 @@ def _load_weights(module: nn.Module, path: Path, prefix: str) -> tuple[str, ...]
     loaded = {own[name].data_ptr() for name in state if name in own}
     if missing := [name for name in missing if name not in own or own[name].data_ptr() not in loaded]:
         wrong = [f"no {name}" for name in missing[:3]] + [f"{name} is unknown" for name in unknown[:3]]
-        got, hint = ", ".join(wrong), "--prefix, with which the module's names begin in the checkpoint"
-        raise ExportError("The weights are not those of the module.", got=f"{path}: {got}", hint=hint)
+        got, hint = ", ".join(wrong), "--prefix: what the module's names begin with in the checkpoint"
+        raise ExportError("The weights do not match the module.", got=f"{path}: {got}", hint=hint)
     more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
     unused = (f"not needed of {path.name}: {', '.join(unknown[:8])}{more}",) if unknown else ()
     return (*renamed, *unused)

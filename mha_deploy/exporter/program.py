@@ -132,7 +132,7 @@ def _check_repeats(module: nn.Module, example: Mapping[str, Tensor]) -> None:
     first, second = (explain.run_explained(module, example, where, hint=hint) for _ in range(2))
     for index, (one, other) in enumerate(zip(first, second, strict=True)):
         if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-6, atol=0, equal_nan=True):
-            what = "The module gives something else when it is called again with the same inputs."
+            what = "The module returns something else when it is called again with the same inputs."
             hint = "a module without randomness and without memory of earlier calls"
             raise ExportError(what, got=f"tensor {index} of what it returns", hint=hint)
 
@@ -747,7 +747,7 @@ def _refuse_changes(program: ExportedProgram) -> None:
     kinds = {OutputKind.BUFFER_MUTATION: "its buffer", OutputKind.USER_INPUT_MUTATION: "its input"}
     written = [spec for spec in program.graph_signature.output_specs if spec.kind in kinds]
     if changed := ", ".join(f"{kinds[spec.kind]} {spec.target}" for spec in written):
-        hint = "make a KV cache an input, with kv_cache= and positions=; copy what else is changed in place"
+        hint = "make a KV cache an input (kv_cache=, positions=); copy anything else that is changed in place"
         raise ExportError("The module changes its own inputs or buffers.", got=changed, hint=hint)
 
 

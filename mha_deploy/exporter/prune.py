@@ -368,9 +368,9 @@ def prune(
     if max_loss is not None and (record.worst > max_loss or not removed):
         least = order[0]
         raise LossExceeded(
-            "No head can be removed within the loss that is allowed."
+            "No head can be removed within the allowed loss."
             if heads == AUTO_HEADS
-            else "Removing so many heads costs more than is allowed.",
+            else "Removing this many heads exceeds the allowed loss.",
             got=f"{record.worst:.2g}, limit {max_loss:g}"
             if removed
             else f"{_unit_title(least, found)} alone: {alone[least]:.2g}, limit {max_loss:g}",

@@ -471,7 +471,9 @@ def graph_from_proto(
         heads = [each for each in (node.Hq, node.Hkv) if isinstance(each, int)]
         if not all(1 <= each <= MOST_HEADS for each in heads) or (len(heads) == 2 and heads[0] % heads[1]):
             raise DeployError(
-                "An attention has no such heads.", got=f"{node.name}: {heads}", hint="export it again"
+                "An attention has an invalid number of heads.",
+                got=f"{node.name}: {heads}",
+                hint="export it again",
             )
     return model
 

@@ -159,7 +159,7 @@ def read_spec(path: Path) -> AttentionSpec:
         ) from error
     if "name" in data:
         got = f"{path}: name = ..."
-        raise SpecError("A spec file is named by its file name.", got=got, hint="drop `name`")
+        raise SpecError("A spec is named after its file.", got=got, hint="remove `name`")
     try:
         return AttentionSpec.from_dict({"name": path.stem, **data})
     except SpecError as error:

@@ -431,7 +431,7 @@ def _toml(value: object) -> str:
 
 def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise SpecError(f"{name} is not a known one.", got=value, hint=nearest(str(value), known))
+        raise SpecError(f"{name} has an unknown value.", got=value, hint=nearest(str(value), known))
 
 
 def _true_or_false(name: str, value: object) -> None:

@@ -376,5 +376,5 @@ def brought(layer: str, **tensors: Tensor | None) -> list[Tensor]:
     """The tensors that a layer with a cache needs; refuse a call that does not bring them."""
     if missing := [name for name, tensor in tensors.items() if tensor is None]:
         got, hint = f"no {', '.join(missing)}", "an empty one has no past, or lengths of 0"
-        raise DeployError(f"{layer} keeps a cache, and the call brings none.", got=got, hint=hint)
+        raise DeployError(f"{layer} has a KV cache, and the call passes none.", got=got, hint=hint)
     return [tensor for tensor in tensors.values() if tensor is not None]

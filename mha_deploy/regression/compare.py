@@ -851,7 +851,9 @@ class Comparison(SavableResult):
             files[junit] = self.to_junit().encode("utf-8"), is_junit
         if html is not None:
             if html in files:
-                raise DeployError("Two outputs are one file.", got=html, hint="another name for one of them")
+                raise DeployError(
+                    "Two outputs are the same file.", got=html, hint="another name for one of them"
+                )
             files[html] = self.to_html().encode("utf-8"), is_page
         write_files(files, overwrite=overwrite, inputs=self.inputs())
 
@@ -888,8 +890,8 @@ def compare(old: Any, new: Any, limits: Limits | None = None) -> Comparison:
         hint = "two reports, two benchmarks, two bundles, two engines or two matrices"
         inside = [Path(side.name) / REPORT_FILE for side in (before, after) if side.kind == "bundle"]
         if "report" in (before.kind, after.kind) and inside and inside[0].is_file():
-            hint = f"two reports, with that of the bundle: {inside[0]}"
-        raise DeployError("Two results of one kind can be compared.", got=got, hint=hint)
+            hint = f"two reports; the report of the bundle is {inside[0]}"
+        raise DeployError("Only two results of the same kind can be compared.", got=got, hint=hint)
     changes: list[Change] = []
     for first, second in _pairs(before.results, after.results):
         if first is not None and second is not None:

@@ -244,7 +244,7 @@ def read_lines(path: Path) -> list[Line]:
         try:
             found.append(_read_line(content))
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            problem, hint = f"{path}:{number}: {error}", "another file: a record holds nothing but its lines"
+            problem, hint = f"{path}:{number}: {error}", "another file: a record holds only its own lines"
             raise DeployError("The record has a line of another format.", got=problem, hint=hint) from error
     return found
 

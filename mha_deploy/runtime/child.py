@@ -82,7 +82,7 @@ class Isolation:
     def refuse_untrusted(self, code: str, title: str | None = None) -> None:
         """Refuse to run code of a bundle, a factory or the hash of an engine, without permission."""
         if not self.trust_code and code not in self.own:
-            problem = "The bundle names or contains code, which does not run without permission."
+            problem = "The bundle names or contains code, which runs only with permission."
             hint = "--trust-code, if you know who wrote it"
             raise BundleError(problem, got=title or code, hint=hint)
 
@@ -538,7 +538,9 @@ def _failure(error: BaseException) -> tuple[str, Any]:
         error = DeployError("The code that was run ended its process.", got=got, hint=hint)
     elif not isinstance(error, Exception):
         got, hint = f"{place_of_error(error)}: {text_of_error(error)}", "raise an Exception there, or return"
-        error = DeployError("The code that was run raised what is not an Exception.", got=got, hint=hint)
+        error = DeployError(
+            "The code that was run raised something that is not an Exception.", got=got, hint=hint
+        )
     try:
         pickle.loads(pickle.dumps(error))
         # A class of a user's file cannot be found by the parent.

@@ -330,7 +330,7 @@ class DeviceLoop(Closing):
             raise DeployError("The tokens have the wrong shape.", got=x.shape, hint=hint)
         advance = np.full(B, S, np.int32) if counts is None else counts.astype(np.int32)
         if advance.shape != (B,) or (advance < 0).any() or (advance > S).any():
-            hint = f"0 to {S} a batch element"
+            hint = f"0 to {S} per batch element"
             raise DeployError("The counts do not match the tokens.", got=counts, hint=hint)
         if self._varies and (advance != S).any():
             problem, got = "The batch elements of a dynamic KV cache have one length.", advance.tolist()

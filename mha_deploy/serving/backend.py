@@ -174,9 +174,9 @@ class SequenceCaches:
             if request.sequence in present:
                 got = f"correlation ID {request.sequence}"
                 results[index] = DeployError(
-                    "A sequence has one request at a time.",
+                    "A sequence can have only one request at a time.",
                     got=got,
-                    hint="wait for the answer before the next request",
+                    hint="wait for the response before the next request",
                 )
                 continue
             present.add(request.sequence)
@@ -214,8 +214,8 @@ class SequenceCaches:
     def _refusal(self, request: ServedRequest) -> DeployError | None:
         found = self._sequences.get(request.sequence)
         if found is None:
-            problem = "The sequence is not known: it ended, or its cache was given to another one."
-            hint = "begin it again, with its prompt and the start flag"
+            problem = "The sequence is unknown: it ended, or another sequence took its cache."
+            hint = "start it again, with its prompt and the start flag"
             return DeployError(problem, got=f"correlation ID {request.sequence}", hint=hint)
         found.used = time.monotonic()
         batch = {len(array) for array in request.feeds.values() if array.ndim}

@@ -212,7 +212,7 @@ class Packaging:
         if verdict.outcome is Outcome.FAILED and not self.options.allow_failed:
             hint = (
                 f"find the fault, and mha-deploy validate {shlex.quote(str(self.bundle.path))} again; "
-                "--allow-failed packages it all the same"
+                "--allow-failed packages it anyway"
             )
             raise ValidationFailed("The bundle failed its last validation.", got=verdict.headline, hint=hint)
         return verdict.outcome

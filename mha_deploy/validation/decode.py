@@ -243,7 +243,7 @@ class HostDecodeLoop:
             shape = list(before.shape)
             shape[each.axis] += 0 if cache.is_preallocated else S
             if after.shape != tuple(shape) or after.dtype != before.dtype:
-                problem = f"{self.name} gave a {each.output} that cannot be the next call's."
+                problem = f"{self.name} gave a {each.output} that the next call cannot take."
                 got, hint = f"{after.dtype} {after.shape}", f"{before.dtype} {tuple(shape)}"
                 raise DeployError(problem, got=got, hint=hint)
             self._held[each.input] = after

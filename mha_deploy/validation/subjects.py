@@ -202,7 +202,7 @@ def fit(runner: Runner, name: str, spec: ModelSpec, precision: Precision, names:
         if wanted == got:
             continue
         if infos is runner.inputs and got not in _EXACT.get(wanted, ()):
-            what = f"Input {by} of {name} has another type, which does not hold the bundle's numbers."
+            what = f"Input {by} of {name} has another type, which cannot hold the bundle's numbers."
             hint = f"export the bundle in that precision, or give {name} inputs of {wanted}"
             raise DeployError(what, got=f"{got}, and the bundle has {wanted}", hint=hint)
         converted.append(Conversion(tensor=own, bundle=wanted, subject=got))

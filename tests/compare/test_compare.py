@@ -508,7 +508,7 @@ def test_two_bundles_and_their_reports_are_compared(bundles, tmp_path):
 def test_what_cannot_be_compared_is_refused(bundles, tmp_path, refused):
     report = tmp_path / "report.json"
     report.write_text(json.dumps(cpu_only()))
-    refused("compare", report, bundles("tiny-gqa").path, what="of one kind", got="is a bundle")
+    refused("compare", report, bundles("tiny-gqa").path, what="kind", got="is a bundle")
     refused("compare", report, tmp_path / "none.json", what="no such file", got="none.json")
     (tmp_path / "empty").mkdir()
     refused("compare", report, tmp_path / "empty", what="folder has no result", got="empty")

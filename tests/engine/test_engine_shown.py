@@ -75,11 +75,11 @@ def test_an_engine_as_it_was_built_passes(engine, run_cli):
 def test_what_is_no_plan_is_no_engine(engine, refused):
     for plan in (b"", b"<!doctype html>\n<html></html>\n", b"\x7fELF" + bytes(4000)):
         forge(engine, plan)
-        with pytest.raises(DeployError, match="not a plan"):
+        with pytest.raises(DeployError, match="plan"):
             open_engine(engine)
     bundle = engine.parents[1]
-    refused("validate", bundle, *REQUIRED, what="not a plan", got=str(engine), hint="rebuild")
-    refused("inspect", engine, what="not a plan", got=str(engine), hint="rebuild")
+    refused("validate", bundle, *REQUIRED, what="plan", got=str(engine), hint="rebuild")
+    refused("inspect", engine, what="plan", got=str(engine), hint="rebuild")
 
 
 def test_the_beginning_of_a_plan_shows_nothing(engine, run_cli):

@@ -77,7 +77,7 @@ def test_a_fixed_batch_is_a_number_in_the_graph():
 def test_lengths_that_differ_need_positions_by_batch_element():
     lengths = np.array([5, 2])
     assert position_inputs(spec(placing("B")).kv_cache, lengths, 2)["at"].tolist() == [5, 2]
-    with pytest.raises(DeployError, match="alike"):
+    with pytest.raises(DeployError, match="positions"):
         position_inputs(spec(placing("S")).kv_cache, lengths, 2)
 
 

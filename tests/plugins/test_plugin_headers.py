@@ -88,7 +88,7 @@ def test_cuda_may_lie_in_several_folders(bare):
 def test_everything_that_is_missing_is_reported_at_once(bare):
     for name in (*files_of("tensorrt_include"), *files_of("cudnn_frontend_include")):
         (bare / "system" / name).unlink()
-    with pytest.raises(PluginError, match="What the plugin library is built with is missing") as caught:
+    with pytest.raises(PluginError, match="missing") as caught:
         find_parts({})
     assert "TensorRT (NvInfer.h, NvInferVersion.h), looked in" in caught.value.got
     assert str(bare / "system") in caught.value.got

@@ -123,7 +123,7 @@ def test_an_ended_sequence_frees_its_slot_and_is_forgotten(decoder, name, shared
     assert last["output"].shape[1] == 1
     assert len(found.caches) == 1
     (after,) = found.caches.infer([ServedRequest(feeds={"x": last["output"]}, sequence="s0")])
-    assert "not known" in str(after)
+    assert "unknown" in str(after)
     found.step(2)  # into the slot that is free
     found.step(1, 2)
     assert len(found.caches) == 2
@@ -136,7 +136,7 @@ def test_the_sequence_that_rests_longest_makes_room(decoder):
         found.step(b)
     assert len(found.caches) == 2
     (after,) = found.caches.infer([found.request(0)])
-    assert "begin it again" in str(after)
+    assert "again" in str(after)
     found.step(1)
     assert max(found.errors()) < 5e-3
 

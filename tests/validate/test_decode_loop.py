@@ -297,10 +297,10 @@ def test_a_cache_that_cannot_be_compared_has_failed(cache, problem):
     ("change", "reason"),
     [
         (lambda results: {"output": results["output"]}, "did not return present_key, present_value"),
-        (lambda results: {**results, "present_key": results["present_key"][:, :, 1:]}, "cannot be the next"),
+        (lambda results: {**results, "present_key": results["present_key"][:, :, 1:]}, "the next call"),
         (
             lambda results: {**results, "present_value": results["present_value"].astype(np.float32)},
-            "cannot be the next",
+            "the next call",
         ),
     ],
 )
