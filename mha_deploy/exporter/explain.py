@@ -445,8 +445,21 @@ def run_explained(
             got = _first_overflow(lambda: module(**arguments)).found or str(error).splitlines()[0]
             raise ExportError(what, got=got, hint=hint) from error
         got = f"{at}{failed.got}"
+        if isinstance(error, IndexError) and (short_tables := _tables_that_end(module, arguments)):
+            shapes = ", ".join(f"{name} {list(each.shape)}" for name, each in arguments.items())
+            rows = ", ".join(f"{name} has {count} rows" for name, count in short_tables.items())
+            got, most = f"{got}; {rows}: {shapes}", min(short_tables.values())
+            hint = f"axes that end with the table, as --axis NAME=1:{most}:{most}, or a larger table"
+            raise NoResult(f"A table of the module ends before {where}.", got=got, hint=hint) from error
         hint = f"{hint}, or --precision auto if it runs in float32" if {"fp16", "bf16"} & {*types} else hint
         raise NoResult(f"The module does not run at {where}.", got=got, hint=hint) from error
+
+
+def _tables_that_end(module: nn.Module, arguments: Mapping[str, Tensor]) -> dict[str, int]:
+    """The rows of the embeddings that are fewer than the positions of an input, by name."""
+    longest = max((size for each in arguments.values() for size in each.shape), default=0)
+    tables = {name: each for name, each in module.named_modules() if isinstance(each, nn.Embedding)}
+    return {name: each.num_embeddings for name, each in tables.items() if each.num_embeddings < longest}
 
 
 def refuse_infinite_constants(program: ExportedProgram, where: str) -> None:

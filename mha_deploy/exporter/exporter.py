@@ -22,8 +22,15 @@ from mha_deploy.bundle.cases import Arrays, GoldenCase, pack_baselines, write_ar
 from mha_deploy.bundle.folder import sha256
 from mha_deploy.bundle.manifest import LayersEntry, ShrunkRange
 from mha_deploy.bundle.samples import as_taken, read_samples, samples_from
-from mha_deploy.bundle.sizes import MODULE_CASES, PlannedCase, golden_budget, golden_names, plan_golden
-from mha_deploy.errors import ExportError, nearest
+from mha_deploy.bundle.sizes import (
+    MODULE_CASES,
+    PlannedCase,
+    golden_budget,
+    golden_names,
+    odd_sizes,
+    plan_golden,
+)
+from mha_deploy.errors import DeployError, ExportError, nearest
 from mha_deploy.exporter import flow
 from mha_deploy.exporter.axes import ExportedModule
 from mha_deploy.exporter.compress import Original
@@ -410,6 +417,15 @@ class ModuleSource(flow.ExportSource):
         _ = self.spec.kv_cache  # raises where it is not one
         _drop_exporter_metadata(model)
         return model
+
+    def mixed(self, model: ir.Model, axes: Axes, folder: Path) -> ir.Model:
+        """As of every source; where it does not run, the module itself may say why."""
+        try:
+            return super().mixed(model, axes, folder)
+        except DeployError:
+            planned = PlannedCase(name="odd", sizes=odd_sizes(axes))
+            self.capture.run_eager(self.capture.draw(planned), "golden case odd")
+            raise
 
     def draw(self, planned: flow.PlannedCase) -> Arrays:
         """The inputs of a case."""

@@ -254,9 +254,19 @@ class _Neighbors:
         if path is not None or name in sys.stdlib_module_names or name in sys.builtin_module_names:
             return None
         found = importlib.machinery.PathFinder.find_spec(name, self.folders)
-        if found is None or (found.loader is None and found.origin is None and _is_installed(name)):
-            return None  # a folder without __init__.py is no package where there is one of that name
+        is_folder = found is not None and found.loader is None and found.origin is None
+        if found is None or (is_folder and (_is_installed(name) or not _has_modules(found))):
+            # A folder without __init__.py is no package where there is one of that name, nor without modules:
+            # that of a Triton repository is often called `triton`, which PyTorch looks for.
+            return None
         return None if is_own_module(name) else found
+
+
+def _has_modules(found: importlib.machinery.ModuleSpec) -> bool:
+    folders = [Path(each) for each in found.submodule_search_locations or ()]
+    endings = (".py", *importlib.machinery.EXTENSION_SUFFIXES)
+    inside = (path for folder in folders for path in folder.iterdir())
+    return any(path.name.endswith(endings) or (path / "__init__.py").is_file() for path in inside)
 
 
 def _is_installed(name: str) -> bool:

@@ -1,5 +1,6 @@
 """A factory is found, called and checked before anything is exported."""
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,18 @@ def test_a_file_finds_its_neighbours(tmp_path):
     (tmp_path / "made.py").write_text("from neighbour_of_a_factory import encoder as build\n")
     (tmp_path / "own_models.py").write_text(HERE.read_text())
     assert load_factory(f"{tmp_path / 'made.py'}:build").name == "build"
+
+
+def test_a_folder_without_modules_is_no_neighbour(tmp_path):
+    """Such as a model repository, whose name may be that of a package that others look for."""
+    (tmp_path / "a_repository" / "model" / "1").mkdir(parents=True)
+    (tmp_path / "a_repository" / "model" / "1" / "model.py").touch()
+    (tmp_path / "a_package" / "inner").mkdir(parents=True)
+    (tmp_path / "a_package" / "inner" / "__init__.py").touch()
+    (tmp_path / "own_models.py").write_text(HERE.read_text())
+    load_factory(f"{tmp_path / 'own_models.py'}:encoder")
+    assert importlib.util.find_spec("a_package") is not None
+    assert importlib.util.find_spec("a_repository") is None
 
 
 def test_the_same_seed_gives_the_same_weights():

@@ -212,3 +212,23 @@ def test_a_crash_of_the_optimizer_is_an_export_error_with_the_line():
         explain.onnx_program(program, explained, kwargs=X, opset_version=23)
     line = "return torch.cat(torch.unsafe_split(x, x.shape[1] // 2 + 1, 1), 1)  # parts of a computed size"
     assert line_of(line) in caught.value.got
+
+
+class Positions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Embedding(24, 4)
+
+    def forward(self, x):
+        return x + self.positions(torch.arange(x.shape[1]))
+
+
+@pytest.mark.parametrize("precision", ["auto", "fp16"])
+def test_axes_beyond_a_table_of_positions_are_explained(tmp_path, precision):
+    inputs = {"x": md.Example(X["x"], "B", "S")}
+    model = md.Deployable(module=Positions(), inputs=inputs, axes={"B": "1:2:4", "S": "1:8:64"})
+    with pytest.raises(ExportError) as caught:
+        md.export(model, tmp_path / "out", precision=precision)
+    assert "positions" in caught.value.got
+    assert "24" in caught.value.hint
+    assert not (tmp_path / "out").exists()
