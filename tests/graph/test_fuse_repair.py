@@ -141,7 +141,11 @@ WRITTEN_OUT = """t = Transpose <perm=[0, 1, 3, 2]> (k)
 
 @pytest.mark.parametrize("end", ["y = Attention (q, k, v, mask)", WRITTEN_OUT])
 def test_a_mask_is_read_before_an_index_of_all_its_keys(end):
-    fused, report = fused_alike(indexed(end=end), feeds(keys=left_padded()))
+    model = indexed(end=end)
+    for node in model.graph:  # all of them are of the same module
+        node.metadata_props["pkg.torch.onnx.name_scopes"] = "['layers.0.attn', 'operator']"
+    fused, report = fused_alike(model, feeds(keys=left_padded()))
+    assert report.layers == ("layers.0.attn",)
     assert not {"GatherND", "Range"} & operators(fused)
     assert report.repairs
     assert attention_nodes(fused)

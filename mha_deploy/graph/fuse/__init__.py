@@ -263,7 +263,8 @@ class _Fusion:
             axes, before = write.axes_added_by_index(node), list(node.inputs)
             if axes is None or before[0] is None:
                 continue
-            builder = NodeBuilder(self._free_prefix(values.module_of(node)))
+            # Attention has the name of the module itself.
+            builder = NodeBuilder(self._free_prefix(f"{values.module_of(node)}_mask"))
             replace_node(node, builder, {0: builder.unsqueeze(before[0], *axes) if axes else before[0]})
             write.remove_unused(before, constants=True)
             self._unindexed.append(builder.prefix)
