@@ -84,7 +84,7 @@ def exported(name, folder, **options):
         "x": md.Example(torch.randn(3, 8, E), "B", "S"),
         "keep": md.Example(keeps((3, 8)), "B", "S", draw=keeps),
     }
-    axes = {"B": "2:3:4", "S": "2:8:16"}
+    axes = {"B": "3", "S": "2:8:16"}
     return module, md.export(module, folder, example_inputs=inputs, axes=axes, **options)
 
 

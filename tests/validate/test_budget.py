@@ -625,6 +625,7 @@ grid (float16[2, 32] x, float16[32, 32] a, float16[32, 32] b, float16 scale) => 
 }}"""
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("seed", [1, 2, 7])
 def test_a_right_result_on_a_grid_passes_and_a_wrong_scale_does_not(seed):
     program, dice = FileProgram(ir.from_onnx_text(ON_GRID)), np.random.default_rng(seed)

@@ -42,7 +42,7 @@ class Layers(torch.nn.Module):
 def bundle(tmp_path_factory):
     torch.manual_seed(0)
     inputs = {"x": md.Example(torch.randn(2, 6, 64), "B", "S")}
-    model = md.Deployable(module=Layers(), inputs=inputs, axes={"B": "1:4:8", "S": "1:32:64"})
+    model = md.Deployable(module=Layers(), inputs=inputs, axes={"B": "4", "S": "32"})
     return md.export(model, tmp_path_factory.mktemp("own") / "layers", precision="fp16", golden=["opt"])
 
 

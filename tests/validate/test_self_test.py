@@ -140,8 +140,9 @@ def test_a_mistake_that_is_missed_fails_the_self_test(bundles, monkeypatch):
     assert msgspec.to_builtins(result)["mistakes"][0]["caught"] is False
 
 
-def test_a_mistake_is_made_in_a_copy(bundles):
-    bundle = bundles("tiny-causal-padding")
+@pytest.mark.parametrize("name", ["tiny-padding", "tiny-preallocated"])
+def test_a_mistake_is_made_in_a_copy(bundles, name):
+    bundle = bundles(name)
     model = load_graph(bundle.model_path)
     names = [node.name for node in model.graph]
     for mistake in mutations():
