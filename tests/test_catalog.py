@@ -5,7 +5,7 @@ import json
 import pytest
 
 import mha_deploy as md
-from mha_deploy.errors import BundleError, SpecError
+from mha_deploy.errors import BundleError, DeployError, SpecError
 from mha_deploy.model.catalog import catalog_folder, catalog_names, find_spec, read_spec
 from mha_deploy.model.layer import ATTENDS, MASKS, PROJECTIONS, VARIANTS, AttentionSpec
 
@@ -247,3 +247,22 @@ def test_a_bad_spec_is_refused_with_the_file_and_the_nearest_key(tmp_path):
 def test_an_empty_file_says_what_it_lacks(tmp_path):
     with pytest.raises(SpecError, match="lacks Hq, E, axes"):
         read_spec(write(tmp_path, ""))
+
+
+def test_a_file_of_a_checkpoint_leads_to_its_folder(tmp_path):
+    weights = tmp_path / "checkpoint" / "model.safetensors"
+    weights.parent.mkdir()
+    weights.touch()
+    with pytest.raises(DeployError) as caught:
+        md.load_model(str(weights))
+    assert "weights" in caught.value.hint
+    (weights.parent / "config.json").write_text("{}")
+    for load in (md.load_model, md.load_checkpoint):
+        with pytest.raises(DeployError) as caught:
+            load(str(weights))
+        assert str(weights.parent) in caught.value.hint
+        assert "weights" not in caught.value.hint
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(DeployError) as caught:
+        md.load_model(str(tmp_path / "notes.txt"))
+    assert "weights" not in caught.value.hint

@@ -151,7 +151,6 @@ class PrecisionPlan:
 
     def lines(self) -> list[str]:
         """The plan as text, one sentence a line."""
-        written = ((each, f"{each.found:.6g} becomes {each.written:.6g}") for each in self.clamped)
         kept = group_by(self.kept, lambda each: (each.precision, each.reason))
         return [
             *(
@@ -161,7 +160,11 @@ class PrecisionPlan:
             ),
             *(f"input {each.name} stays fp32: {each.reason}" for each in self.inputs),
             *(f"output {each.name} stays fp32: {each.reason}" for each in self.outputs),
-            *(f"{each.name}: {numbers}: {each.reason}" for each, numbers in written),
+            *(
+                f"{each.found:.6g} of {each.name} is beyond FP16, and is written as FP16's "
+                f"{'lowest' if each.written < 0 else 'highest'} number, {each.written:.6g}: {each.reason}"
+                for each in self.clamped
+            ),
         ]
 
 

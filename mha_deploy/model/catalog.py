@@ -66,7 +66,11 @@ def refuse_what_is_no_model(model: str) -> None:
         hint = f"mha-deploy validate {model}, or build-engine"
         raise SpecError("This is a bundle: it is exported already.", got=model, hint=hint)
     if path.is_file():
-        hint = "file.py:factory for the module, and this file as --weights"
+        hint = "a name from `mha-deploy models`, a .toml or an .onnx file, or file.py:factory"
+        if (path.parent / "config.json").is_file():  # a file of a checkpoint
+            hint = f"--hf {path.parent} --layer 0 for one layer; for the whole model file.py:factory"
+        elif path.suffix in (".safetensors", ".pt", ".pth", ".bin"):
+            hint = "file.py:factory for the module, and this file as --weights"
         raise SpecError("This file is not a model by itself.", got=model, hint=hint)
     if _HUB_NAME.fullmatch(model) and not path.parent.is_dir():
         raise SpecError("This is not a model on this machine.", got=model, hint=how_to_download(model))

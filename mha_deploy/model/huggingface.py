@@ -222,6 +222,9 @@ _LONGEST = 2048  # of the default axes; --axis raises it
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the `config.json` of a checkpoint."""
+    if folder.is_file():
+        problem, hint = "A checkpoint is a folder, and this is a file.", f"its folder, {folder.parent}"
+        raise SpecError(problem, got=folder, hint=hint)
     try:
         data = read_json(folder / CONFIG)
     except FileNotFoundError as error:
