@@ -12,7 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -122,12 +122,15 @@ def restricted_matching() -> Iterator[None]:
 def registering_by_name() -> Iterator[None]:
     """Let onnxscript register its functions for PyTorch's operators without parsing the source of each.
 
-    It does so for the domain alone, which a function knows: a second for five hundred of them.
+    It does so for the domain alone, which a function knows: a second for five hundred of them. Nor is the
+    signature of each read, but that of those that a program calls.
     """
     try:
         from onnxscript.values import TracedOnnxFunction
+        from torch.onnx._internal.exporter._registration import OnnxDecompMeta, ONNXRegistry
 
         parsed = vars(TracedOnnxFunction)["function_ir"].fget
+        describe, registered = vars(OnnxDecompMeta)["__post_init__"], vars(ONNXRegistry)["get_decomps"]
     except (ImportError, KeyError):  # another version, which may register otherwise
         yield
         return
@@ -139,7 +142,26 @@ def registering_by_name() -> Iterator[None]:
         def __getattr__(self, name: str) -> Any:
             return getattr(parsed(self._function), name)
 
-    with swapped(TracedOnnxFunction, "function_ir", property(Described)):
+    def called(self: Any, target: Any) -> Any:
+        found = registered(self, target)
+        for each in found:
+            describe(each)
+        return found
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(swapped(TracedOnnxFunction, "function_ir", property(Described)))
+        stack.enter_context(swapped(OnnxDecompMeta, "__post_init__", lambda meta: None))
+        stack.enter_context(swapped(ONNXRegistry, "get_decomps", called))
+        yield
+
+
+@contextlib.contextmanager
+def listing_operators_once() -> Iterator[None]:
+    """Let PyTorch list its composite operators once: it does so for each of its libraries, three times."""
+    import torch._export.utils as lists
+
+    name = "_materialize_cpp_cia_ops"
+    with swapped(lists, name, cache(vars(lists)[name])) if name in vars(lists) else contextlib.nullcontext():
         yield
 
 
@@ -207,7 +229,10 @@ def onnx_program(
 ) -> torch.onnx.ONNXProgram:
     """Call PyTorch's exporter; what it raises is explained."""
     try:
-        with silenced(), without_shape_cache(), restricted_matching(), registering_by_name():
+        with (
+            silenced(), without_shape_cache(), restricted_matching(),
+            registering_by_name(), listing_operators_once(),
+        ):  # fmt: skip
             program = torch.onnx.export(module, (), dynamo=True, verbose=False, **options)
     except DeployError:
         raise

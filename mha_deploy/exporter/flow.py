@@ -97,6 +97,7 @@ def refuse_large_error(where: str, got: Arrays, oracle: Arrays, most: float, wha
 # -- The steps of an export, and what differs from one kind of model to another ---------------------
 
 _PLAN_LINES = 12
+_LARGE_BYTES = 1 << 26  # of weights: less is not worth a search through all objects of PyTorch
 _KINDS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
 
@@ -253,7 +254,8 @@ def export_bundle(source: ExportSource, target: Path, on_step: OnStep) -> Bundle
     with closing(source), BundleWriter(target, overwrite=options.overwrite) as writer:
         folder = writer.path
         save_graph(source.graph(folder), folder / MODEL)
-        gc.collect()  # the exporter's program holds weights in reference cycles
+        if sum(path.stat().st_size for path in folder.iterdir()) >= _LARGE_BYTES:
+            gc.collect()  # the exporter's program holds weights in reference cycles
         source.check(folder / MODEL)
         cases, golden = list[GoldenCase](), list[GoldenEntry]()
         names, budget = options.golden or golden_names(source.spec), golden_budget(options)

@@ -1,6 +1,7 @@
 """From a spec to a bundle: weights from a file, interruptions, large weights, and what is refused."""
 
 import functools
+import gc
 import shutil
 from dataclasses import replace
 
@@ -373,6 +374,16 @@ def test_options_that_mean_nothing_are_refused_and_leave_nothing(tmp_path, optio
     with pytest.raises(DeployError):
         export(GQA, tmp_path / "bundle", **options)
     assert everything_in(tmp_path) == []
+
+
+def test_all_objects_are_searched_for_garbage_where_the_weights_are_large(one_graph, tmp_path, monkeypatch):
+    searched = []
+    monkeypatch.setattr(gc, "collect", lambda *_: searched.append(1))
+    export(GQA, tmp_path / "small")
+    assert not searched
+    monkeypatch.setattr("mha_deploy.exporter.flow._LARGE_BYTES", 1 << 10)
+    export(GQA, tmp_path / "large")
+    assert searched
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Any module becomes a graph with the user's names, axes and source lines."""
 
 import copy
-from collections import namedtuple
+from collections import Counter, namedtuple
 from functools import partial
 from pathlib import Path
 
@@ -11,11 +11,14 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+import torch._export.utils as export_utils
 import torch.nn.functional as F
 from torch import nn
+from torch.onnx._internal.exporter import _registration
 
 from mha_deploy.errors import ExportError
 from mha_deploy.exporter.axes import draw_inputs, trace_sizes
+from mha_deploy.exporter.explain import onnx_program
 from mha_deploy.exporter.oracle import Float32Accumulation, run_program, tensors_in
 from mha_deploy.exporter.program import export_program, named_outputs
 from mha_deploy.graph.fuse import fuse_attention
@@ -507,3 +510,21 @@ def test_weights_with_a_batch_norm_in_them_are_rounded_once():
     got = [value.const_value.numpy() for node in nodes for value in node.inputs[1:]]
     for ours, theirs in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(ours, theirs.detach().half().numpy())
+
+
+def test_only_the_operators_of_a_program_are_described(monkeypatch):
+    """By itself PyTorch describes five hundred of them for each export, and lists them all fifty times."""
+    counted, registry = Counter(), _registration.ONNXRegistry
+    made = registry.from_torchlib  # which the session keeps
+    monkeypatch.setattr(registry, "from_torchlib", staticmethod(getattr(made, "__wrapped__", made)))
+
+    def count(owner, name):
+        own = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given: (counted.update([name]), own(*given))[1])
+
+    count(_registration.OnnxDecompMeta, "__post_init__")
+    count(export_utils, "_materialize_cpp_cia_ops")
+    program = onnx_program(nn.Linear(2, 2).eval(), ExportError, kwargs={"input": torch.ones(1, 2)})
+    assert [node.op_type for node in program.model.graph] == ["Gemm"]
+    assert counted["_materialize_cpp_cia_ops"] == 1
+    assert 0 < counted["__post_init__"] < 10
