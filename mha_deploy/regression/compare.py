@@ -975,6 +975,9 @@ def _gap_changes(old: ModelResult, new: ModelResult, names: Mapping[str, str]) -
         about = before or after
         if before != after and about is not None and resized & about.spans.keys():
             yield Change("coverage", subject, NOT_COMPARABLE, shown[0], shown[1], "other axes")
+        elif before != after and about is not None and about.spans and old.precision != new.precision:
+            # Which sizes are run depends on the probes, and these on the precision.
+            yield Change("coverage", subject, NOT_COMPARABLE, shown[0], shown[1], "another precision")
         elif before is None and after is not None and after.kind is Kind.NOT_RUN and after.name not in known:
             yield Change("coverage", subject, CHANGED, shown[0], shown[1], "it is new, and was not run")
         elif before is None:

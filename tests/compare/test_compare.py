@@ -288,14 +288,18 @@ def test_what_is_not_the_same_is_not_comparable_and_said_first(name):
     assert bool(attributes) == (name != "model")
 
 
-def test_sizes_that_are_not_covered_of_a_wider_range_are_not_comparable():
+@pytest.mark.parametrize("other", ["axes", "precision"])
+def test_sizes_that_are_not_covered_of_another_range_or_precision_are_not_comparable(other):
     old, new = passing(), passing()
     gap = {"kind": "sizes not covered", "axis": "B", "end": "max"}
     for data, least, most in ((old, 20, 32), (new, 50, 99)):
         data["verdict"]["not_verified"] = [{**gap, "least": least, "most": most}]
     assert md.compare(old, new).regressions
-    axes = new["model"]["spec"]["axes"]
-    new["model"]["spec"] = {**new["model"]["spec"], "axes": {**axes, "B": {**axes["B"], "max": 99}}}
+    if other == "axes":
+        axes = new["model"]["spec"]["axes"]
+        new["model"]["spec"] = {**new["model"]["spec"], "axes": {**axes, "B": {**axes["B"], "max": 99}}}
+    else:
+        new["model"]["precision"] = "bf16"
     found = md.compare(old, new)
     assert not found.regressions
     assert found.outcome == "not verified"
