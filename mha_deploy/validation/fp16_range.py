@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from msgspec import Struct
 
-from mha_deploy.bundle.cases import read_case
+from mha_deploy.bundle.cases import GoldenCase, golden_cases
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.graph import attention_node
@@ -315,15 +315,20 @@ class RangeReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     nodes: Annotated[tuple[NodeRange, ...], means("one for every attention node; may hold further keys")]
 
 
-def fp16_range(bundle: Bundle, *, cases: Sequence[str] | None = None) -> RangeReport:
-    """Measure every attention of a bundle on golden data, with projections accumulated in float32."""
+def fp16_range(
+    bundle: Bundle, golden: Iterable[GoldenCase] | None = None, *, cases: Sequence[str] | None = None
+) -> RangeReport:
+    """Measure every attention of a bundle on golden data, with projections accumulated in float32.
+
+    `golden` are the golden cases, where they were read already; `cases` names some of them.
+    """
     manifest, model = bundle.manifest, load_graph(bundle.model_path)
     meters, precision = [Meter(node) for node in measurable_attentions(model)], manifest.precision
-    chosen = [entry for entry in manifest.golden if cases is None or entry.name in cases]
-    golden = {entry.name: read_case(bundle, entry).inputs for entry in chosen}
+    every = golden_cases(bundle) if golden is None else golden
+    chosen = {case.name: case.inputs for case in every if cases is None or case.name in cases}
     run = partial(run_cases, available_cpu_backend(precision))
     inputs = [value for meter in meters for value in meter.inputs.values()]
-    for case, read in zip(golden, read_values(run, model, inputs, golden), strict=True):
+    for case, read in zip(chosen, read_values(run, model, inputs, chosen), strict=True):
         for meter in meters:
             meter.see(case, read)
     nodes = tuple(_node_range(meter, manifest.spec, precision.name) for meter in meters)

@@ -351,7 +351,7 @@ class _Validator:
         if build is not None and graph is not None and graph.is_right:  # that of a wrong graph only distracts
             # While another process builds; where it times kernels, it is left alone.
             if isolation.enabled and self.bundle.manifest.attention and find_gpu() is None:
-                self._ranges = on_a_thread(partial(fp16_range, self.bundle))
+                self._ranges = on_a_thread(partial(fp16_range, self.bundle, self.golden))
             try:
                 build(graph)
             except DeployError as error:
@@ -440,7 +440,7 @@ class _Validator:
             return None
         self.on_step("FP16 range")
         try:
-            return fp16_range(self.bundle) if self._ranges is None else self._ranges.result()
+            return fp16_range(self.bundle, self.golden) if self._ranges is None else self._ranges.result()
         except DeployError as error:  # a crash, or attention in a branch: judged by the model's outputs alone
             self.notes.append(f"the FP16 range was not measured: {error.in_one_line}")
             return None

@@ -9,6 +9,8 @@ import pytest
 from bundle_edit import copy_of, edit_arrays, edit_manifest, rehash
 from onnx import TensorProto, helper
 
+import mha_deploy as md
+from mha_deploy.bundle import cases as golden
 from mha_deploy.bundle.folder import MODEL, open_bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.graph import mixed_precision
@@ -53,6 +55,15 @@ def test_the_headroom_is_the_limit_over_the_largest_number(bundles):
     largest = max(*figures.tensors.values(), *peaks, *(each.largest for each in figures.sums))
     assert node.headroom == pytest.approx(FP16_MAX / largest)
     assert node.status == "ok"
+
+
+def test_a_validation_reads_every_golden_case_once(bundles, monkeypatch):
+    bundle, read = bundles("tiny-gqa"), []
+    own = golden.read_arrays
+    monkeypatch.setattr(golden, "read_arrays", lambda path, *of: (read.append(path.stem), own(path, *of))[1])
+    report = md.validate(bundle, probe=False, fresh=0, latency=False, backends=["ort-cpu"])
+    assert report.record.range == fp16_range(bundle)
+    assert sorted(read) == sorted(2 * [entry.name for entry in bundle.manifest.golden])  # once, and here
 
 
 @pytest.mark.sweep(2)
