@@ -1136,7 +1136,8 @@ def inspect(path: Bundle | Engine | StrPath, *, verify: bool = False) -> Inspect
     """Open a bundle, an engine or an ONNX file, and check its hashes.
 
     Args:
-        path: A `Bundle` or its folder, an `Engine` or its .engine file, or an .onnx file.
+        path: A `Bundle` or its folder, an `Engine` or its .engine file, an .onnx file, or a plan of any
+            origin.
         verify: Compare the manifest of a bundle with its graph as well, as all other functions and commands
             do. It takes a second, since it loads ONNX.
 

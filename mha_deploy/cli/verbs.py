@@ -51,7 +51,7 @@ from mha_deploy.options import (
 )
 from mha_deploy.process import python_command, run
 from mha_deploy.status import Outcome
-from mha_deploy.text import plural, yes_no
+from mha_deploy.text import plural, size, yes_no
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -795,7 +795,10 @@ def _show_cells(
     )
 )
 def inspect(
-    path: Path = argument("PATH", "A bundle, an .engine file or an .onnx file."), **options: Any
+    path: Path = argument(
+        "PATH", "A bundle, an .engine file, an .onnx file, or a TensorRT plan of any origin."
+    ),
+    **options: Any,
 ) -> Result:
     """Show what is in a bundle, an engine or an ONNX file, and check its hashes."""
     from mha_deploy.cli import tables
@@ -807,6 +810,8 @@ def inspect(
     elif found.engines:
         here = {"misfits": list(found.misfits), "shown": found.engines[0].is_confirmed}
         data = engine_to_dict(found.engines[0]) | here
+    elif found.plan is not None:
+        data = {"file": str(path), "plan": asdict(found.plan)}
     else:
         data = {"file": str(path), "attention": list(found.attention), "foreign": list(found.foreign)}
         data |= {"fusible": list(found.fusible), "unfused": [asdict(each) for each in found.unfused]}
@@ -827,6 +832,13 @@ def inspect(
             yield f"It cannot run on this machine: {why}." if why else "It can run on this machine."
             if not found.engines[0].is_confirmed:
                 yield "Fusion and precision are not verified: only TensorRT can read this plan, on its GPU."
+        elif (plan := found.plan) is not None:
+            yield f"{path}: a plan of {plan.backend}, {size(plan.bytes)}, without a manifest of mha-deploy"
+            named = f"{plural(len(plan.attention_kernels), 'kernel')} of a whole attention, "
+            named += f"{plural(len(plan.softmax_kernels), 'kernel')} of a softmax by itself"
+            yield f"It names {plural(plan.kernels, 'kernel')}: {named}." if plan.kernels else _UNNAMED
+            yield "Its model, its precision and whether its outputs are right are not known."
+            yield f"to judge it, on its GPU: mha-deploy validate BUNDLE --engine-file {path}"
         else:
             yield tables.tensors_renderable(found)
             yield tables.attention_renderable(found.attention)
@@ -840,6 +852,9 @@ def inspect(
                 yield f"No engine can be built from it: {', '.join(found.foreign)} are not ONNX operators."
 
     return Result(data, lines)
+
+
+_UNNAMED = "It names no kernels: TensorRT's own inspector may, on its GPU."
 
 
 @verb()

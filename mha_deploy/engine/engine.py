@@ -800,19 +800,38 @@ def _open_here(engine: Engine, cuda_graph: bool, backend: str | None = None) -> 
     )
 
 
-def open_plan(path: Path, backend: str | None = None) -> Runner:
-    """Load a plan that anything built; by default with the TensorRT whose plans begin like it."""
+def backend_of_plan(path: Path) -> str | None:
+    """The TensorRT whose plans begin like this file; None where it is no plan."""
+    head = _beginning(path)
+    return None if head[1:4] != PLAN_MAGIC else RTX if head[:1] == b"v" else "tensorrt"
+
+
+def _beginning(path: Path) -> bytes:
     try:
         with open_regular(path) as file:
-            head = file.read(8)
+            return bytes(file.read(8))
     except OSError as error:
         hint = "the path of a plan, as `trtexec --saveEngine` writes it"
         raise DeployError("The engine file cannot be read.", got=error, hint=hint) from error
-    if head[1:4] != PLAN_MAGIC:
+
+
+def read_plan(path: Path) -> bytes:
+    """The bytes of a plan."""
+    try:
+        return read_regular(path, _LARGEST_PLAN)
+    except OSError as error:
+        hint = "check that it is a file that you may read; `mha-deploy build-engine BUNDLE` writes one"
+        raise DeployError("The engine file cannot be read.", got=error, hint=hint) from error
+
+
+def open_plan(path: Path, backend: str | None = None) -> Runner:
+    """Load a plan that anything built; by default with the TensorRT whose plans begin like it."""
+    found = backend_of_plan(path)
+    if found is None:
         problem = "The file is not a TensorRT plan."
         hint = "a plan as `trtexec --saveEngine` writes it; an ONNX file with --graph"
-        raise DeployError(problem, got=f"{path}, which begins with {head!r}", hint=hint)
-    backend = backend or (RTX if head[:1] == b"v" else "tensorrt")
+        raise DeployError(problem, got=f"{path}, which begins with {_beginning(path)!r}", hint=hint)
+    backend = backend or found
     title = backend if backend in LEAN else load(backend).title
     if first_gpu() is None:
         hint = "validate on a machine with the GPU that it was built for"
@@ -824,11 +843,7 @@ def open_plan(path: Path, backend: str | None = None) -> Runner:
 
 
 def _open_plan_here(backend: str, path: Path, host_code: bool) -> TensorRTRunner:
-    try:
-        return TensorRTRunner(load(backend), read_regular(path, _LARGEST_PLAN), host_code=host_code)
-    except OSError as error:
-        hint = "check that it is a file that you may read; `mha-deploy build-engine BUNDLE` writes one"
-        raise DeployError("The engine file cannot be read.", got=error, hint=hint) from error
+    return TensorRTRunner(load(backend), read_plan(path), host_code=host_code)
 
 
 # -- An engine in words ----------------------------------------------------------------------------

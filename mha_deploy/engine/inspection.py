@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mha_deploy.bundle.folder import MANIFEST, Bundle
+from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.text import plural
 
 if TYPE_CHECKING:
@@ -20,6 +20,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ForeignPlan:
+    """What the bytes of a plan show that has no manifest of this tool."""
+
+    backend: str  # whose plans begin so
+    bytes: int
+    sha256: str
+    kernels: int  # that it names
+    attention_kernels: tuple[str, ...]  # those that compute a whole attention
+    softmax_kernels: tuple[str, ...]  # those that compute a softmax by itself
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inspection:
     """What is in a bundle, an engine or an ONNX file.
 
@@ -29,6 +41,7 @@ class Inspection:
         verified: Whether its manifest was compared with its graph, too.
         engines: The engines of the bundle, or the engine itself.
         misfits: Of an engine: why it cannot run on this machine.
+        plan: Of an engine without a manifest of this tool: what its bytes show.
         attention: Of an ONNX file: its attention nodes.
         foreign: Of an ONNX file: domains of operators that are not ONNX's. No engine is built of them.
         fusible: Of an ONNX file: names of the attentions that `md.fuse_file` would make `Attention` nodes.
@@ -43,6 +56,7 @@ class Inspection:
     verified: bool = False
     engines: tuple[Engine, ...] = ()
     misfits: tuple[str, ...] = ()
+    plan: ForeignPlan | None = None
     attention: tuple[Mapping[str, Any], ...] = ()
     foreign: tuple[str, ...] = ()
     fusible: tuple[str, ...] = ()
@@ -75,6 +89,8 @@ def inspect_path(path: Path, *, verify: bool) -> Inspection:
             outputs=tuple(map(_tensor, graph.graph.outputs)),
             opset=graph.opset_imports.get(""),
         )
+    if path.is_file() and (plan := _foreign_plan(path)) is not None:
+        return Inspection(path=path, plan=plan)
     if path.suffix == ".engine":
         from mha_deploy.engine.engine import open_engine, reasons_not_to_run
 
@@ -97,6 +113,26 @@ def inspect_path(path: Path, *, verify: bool) -> Inspection:
     for engine in engines:
         engine.check_bundle(path)
     return Inspection(path=path, bundle=bundle, verified=verify, engines=tuple(engines))
+
+
+def _foreign_plan(path: Path) -> ForeignPlan | None:
+    """What a plan without a manifest shows; None where it has one, or is no plan."""
+    from mha_deploy.engine.engine import backend_of_plan, manifest_path, read_plan
+    from mha_deploy.output import partial_files
+    from mha_deploy.runtime.tensorrt.kernels import kernels_from_plan
+
+    beside = manifest_path(path)
+    if beside.exists() or partial_files(beside) or (backend := backend_of_plan(path)) is None:
+        return None
+    kernels = kernels_from_plan(read_plan(path))
+    return ForeignPlan(
+        backend=backend,
+        bytes=path.stat().st_size,
+        sha256=sha256(path),
+        kernels=len(kernels),
+        attention_kernels=tuple(each.name for each in kernels if each.is_fused_attention),
+        softmax_kernels=tuple(each.name for each in kernels if each.is_softmax),
+    )
 
 
 def _tensor(value: ir.Value) -> dict[str, str]:

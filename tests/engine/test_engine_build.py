@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from mha_deploy.bundle.folder import open_bundle
+import mha_deploy as md
+from mha_deploy.bundle.folder import open_bundle, sha256
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.engine import manifest_path, open_engine, parse_ranges, profile_shapes, write_engine
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError, SpecError
@@ -186,6 +187,21 @@ def test_a_changed_or_truncated_engine_is_refused(built, tmp_path):
         shutil.copy(manifest_path(built.path), manifest_path(path))
         with pytest.raises(BundleError, match="changed or truncated"):
             open_engine(path)
+
+
+@pytest.mark.parametrize("name", ["theirs.engine", "theirs.plan"])
+def test_a_plan_without_a_manifest_shows_what_its_bytes_do(built, tmp_path, run_cli, name):
+    path = Path(shutil.copy(built.path, tmp_path / name))
+    plan = md.inspect(path).plan
+    assert (plan.backend, plan.bytes, plan.sha256) == ("tensorrt-rtx", path.stat().st_size, sha256(path))
+    assert len(plan.attention_kernels) == built.manifest.fused_count[0]
+    assert md.inspect(built.path).plan is None
+    done = run_cli("inspect", path)
+    assert done.code == 0, done.err
+    assert f"--engine-file {path}" in done.out
+    path.write_bytes(b"no plan")
+    with pytest.raises(BundleError):
+        md.inspect(path)
 
 
 def test_an_engine_without_manifest_or_plan_is_refused(built, tmp_path):
