@@ -78,7 +78,8 @@ def test_deploy_prints_one_json_document(run_cli, tmp_path):
 @needs_rtx
 def test_deploy_builds_a_fused_engine(run_cli, tmp_path):
     target = tmp_path / "b"
-    done = run_cli("deploy", "tiny-gqa", "-o", target, "--backend", "tensorrt-rtx", "--json")
+    options = ("--backend", "tensorrt-rtx", "--golden", "opt", "--json")
+    done = run_cli("deploy", "tiny-gqa", "-o", target, *options)
     assert done.code == 0, done.err
     result = json.loads(done.out)
     engine, (judged,) = result["engine"], result["validation"]["engines"]
@@ -130,6 +131,7 @@ g (float[B,4,S,8] q, float[B,4,S,8] k, float[B,4,S,8] v) => (float[B,4,S,8] y)
 def test_deploy_reports_a_graph_that_the_parser_refuses(run_cli, tmp_path):
     onnx.save(onnx.parser.parse_model(REFUSED), tmp_path / "in.onnx")
     options = ("--precision", "fp32", "--axis", "B=1:2:4", "--axis", "S=1:8:16", "--allow-decomposed")
+    options += ("--golden", "opt")
     done = run_cli("deploy", tmp_path / "in.onnx", "-o", tmp_path / "b", *options)
     assert done.code == 1
     assert "NonZero" in done.out
