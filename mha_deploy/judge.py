@@ -70,17 +70,17 @@ class OutputVerdict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = None
     deviation: Annotated[
         Deviation | None,
-        means("the error; null where none was measured (name, type, shape, values that are not finite)"),
+        means("the error; null if none was measured (name, type, shape, values that are not finite)"),
     ] = None
     budget: Annotated[
         dict[str, float | None] | None,
         means(
-            "what the error may be, by the measures of `deviation`; null where nothing was "
+            "what the error may be, by the measures of `deviation`; null if nothing was "
             "measured, and for a measure that is not judged"
         ),
     ] = None
     share: Annotated[
-        Share | None, means("largest share of the budget used, over 1 is too much; null where not finite")
+        Share | None, means("largest share of the budget used, above 1 is too much; null if not finite")
     ] = None
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class ParityReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             "`layers`: every attention by itself; `served`: golden cases or prompts under load"
         ),
     ] = "golden"
-    outcome: Annotated[Outcome, means("that of all verdicts")] = Outcome.NOT_VERIFIED
+    outcome: Annotated[Outcome, means("the outcome of all verdicts together")] = Outcome.NOT_VERIFIED
     accumulation: Annotated[Accumulation, means("what the budget assumes")] = Accumulation()
     verdicts: Annotated[tuple[OutputVerdict, ...], means("one for every output of every case")]
 

@@ -33,13 +33,15 @@ class Deviation:
     max_abs: Annotated[float, means("largest absolute error, in units of the oracle's root mean square")]
     # Rounding goes both ways and cancels here, a wrong scale does not.
     gain: Annotated[
-        float, means("abs(⟨y, o⟩ / ⟨o, o⟩ − 1): how much larger or smaller the result is as a whole")
+        float, means("abs(⟨y, o⟩ / ⟨o, o⟩ − 1): by how much the whole result is too large or too small")
     ]
     # A slice: an index of an axis (batch element, query, channel), a head, a vector, an element, everything.
-    local: Annotated[float, means("largest error of a slice over the largest that rounding leaves there")] = (
+    local: Annotated[
+        float, means("largest error of a slice, divided by the largest rounding error there")
+    ] = 0.0
+    local_gain: Annotated[float, means("largest gain of a slice, divided by the gain of rounding there")] = (
         0.0
     )
-    local_gain: Annotated[float, means("largest gain of a slice over what rounding leaves there")] = 0.0
     local_at: Annotated[
         str, means("the slice with the larger of both: a batch element, query, channel, …")
     ] = ""
@@ -515,7 +517,7 @@ class Agreement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How logits agree with the reference, over all positions."""
 
     positions: Annotated[int, means("positions that were compared")]
-    top1: Annotated[float, means("share of positions whose largest logit is the reference's")]
+    top1: Annotated[float, means("share of positions with the same largest logit as the reference")]
     top5: Annotated[
         float, means("share of the reference's five largest logits that are among the five largest here")
     ]

@@ -64,11 +64,11 @@ REQUIRED = ("require_fused", "require_precision", "require_run", "require_covera
 
 
 class Requirement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One demand, and what was found."""
+    """One requirement, and what was found."""
 
     name: Annotated[str, means("`max_budget_share`, `max_latency_p99` or `top1_agreement`")]
     wanted: Annotated[float, means("the limit")]
-    got: Annotated[float | None, means("the worst figure; null where nothing was measured")]
+    got: Annotated[float | None, means("the worst figure; null if nothing was measured")]
     outcome: Annotated[Outcome, means("whether it holds")]
     place: Annotated[str, means("the runtime and output that is worst")] = ""
 

@@ -188,7 +188,7 @@ class Reason(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
 
 
 class Gap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What nothing was judged on: an engine, an attention, decode steps, a profile, probes, or sizes."""
+    """What was not judged: an engine, an attention, decode steps, a profile, probes, or sizes."""
 
     kind: Annotated[
         Kind,
@@ -197,13 +197,13 @@ class Gap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
             "covered`, `attention not observed` or `probes not run`"
         ),
     ]
-    name: Annotated[str, means("the engine or the runtime; left out where there is one range for all")] = ""
+    name: Annotated[str, means("the engine or the runtime; omitted if one range holds for all")] = ""
     profile: Annotated[int | None, means("the profile")] = None
     axis: Annotated[str | None, means("the axis whose sizes were not run")] = None
     least: Annotated[int | None, means("the first size that was not run")] = None
     most: Annotated[int | None, means("the last one")] = None
     end: Annotated[
-        str, means("the end of the axis that these sizes reach to: `min` or `max`; left out for `max`")
+        str, means("the end of the axis that these sizes reach to: `min` or `max`; omitted for `max`")
     ] = "max"
     # A second axis, where only the combination of both was not run: each of these with each of the first
     other_axis: Annotated[
@@ -217,7 +217,7 @@ class Gap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
         str | None, means("the attention that no output shows, and that was not judged by its own result")
     ] = None
     hidden: Annotated[
-        tuple[str, ...], means("the mistakes in that attention that no output shows; left out if not tried")
+        tuple[str, ...], means("the mistakes in that attention that no output shows; omitted if not tried")
     ] = ()
     text: Annotated[str, means("the same in words, for people")] = ""
 
@@ -291,12 +291,16 @@ class Finding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         means("what was found, a value of `mha_deploy.status.Kind`: `wrong outputs`, `engine not run`, …"),
     ]
     place: Annotated[Place, means("what it is about")] = Place()
-    reason: Annotated[Reason | None, means("why, of several the first; null where there is none")] = None
+    reason: Annotated[Reason | None, means("the reason, or the first of several; null if there is none")] = (
+        None
+    )
     names: Annotated[tuple[str, ...], means("the nodes, cases or sizes that it is about")] = ()
     numbers: Annotated[Mapping[str, float], means("counts and figures by name")] = {}
-    detail: Annotated[str, means("what another part of the report, or another program, says of it")] = ""
+    detail: Annotated[str, means("what another part of the report, or another program, reports about it")] = (
+        ""
+    )
     in_headline: Annotated[
-        bool, means("whether it is the headline, or a note that the headline holds: readers see it once")
+        bool, means("whether the headline already contains it, so that it is shown only once")
     ] = False
     text: Annotated[str, means("the same in a sentence, for people")] = ""
 

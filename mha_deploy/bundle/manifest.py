@@ -252,23 +252,25 @@ class ShrunkRange(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class LossOutput(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far an output of a compressed model is from the original's, both in FP64, over all samples."""
+    """The distance of an output of a compressed model from the original output, in FP64, over all samples."""
 
     name: Annotated[str, means("name of the output")]
     relative_l2: Annotated[
         float | None, means("‖compressed − original‖ / ‖original‖ over all samples; null for integers")
     ]
     sqnr_db: Annotated[
-        float | None, means("the same as a signal-to-noise ratio, dB; null where nothing differs")
+        float | None, means("the same as a signal-to-noise ratio, dB; null if nothing differs")
     ]
     top1: Annotated[
         float | None,
         means(
-            "of logits: share of positions with the same top-1; of integers: share that is equal; else null"
+            "for logits: share of positions with the same top-1; for integers: share of equal values; "
+            "otherwise null"
         ),
     ] = None
     kl: Annotated[
-        float | None, means("of logits: mean Kullback-Leibler divergence from the original, nats; else null")
+        float | None,
+        means("for logits: mean Kullback-Leibler divergence from the original, nats; otherwise null"),
     ] = None
 
 
@@ -279,12 +281,12 @@ class LossLayer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     is_compressed: Annotated[bool, means("whether it is compressed")]
     relative_l2: Annotated[
         float | None,
-        means("relative L2 between its own result and the original's; null where it was removed"),
+        means("relative L2 between its own result and that of the original; null if it was removed"),
     ]
-    sqnr_db: Annotated[float | None, means("the same in dB; null where nothing differs")]
+    sqnr_db: Annotated[float | None, means("the same in dB; null if nothing differs")]
     alone: Annotated[
         float | None,
-        means("the loss of the outputs with only this part compressed; null where it was not tried"),
+        means("the loss of the outputs with only this part compressed; null if it was not tried"),
     ]
 
 
@@ -298,7 +300,7 @@ class LossPoint(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class LossMetric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The user's own figure: its mean over the samples, both models in FP64."""
+    """The user's own metric: its mean over the samples, both models in FP64."""
 
     name: Annotated[str, means("the function")]
     original: Annotated[float, means("its mean for the original")]
@@ -310,26 +312,28 @@ class LossRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     what: Annotated[str, means("what was compressed: `int8`, `fp8`, `heads` or `kv-heads`")]
     calibration: Annotated[
-        str, means("how the ranges of activations were found; empty where there are none")
+        str, means("how the ranges of activations were found; empty if there are none")
     ] = ""
     data: Annotated[str, means("where the samples came from")]
     samples: Annotated[Count, means("samples that the loss was measured on")]
     outside: Annotated[
-        dict[str, str], means("the samples beyond the axes, which were not used, and their sizes")
+        dict[str, str], means("the samples outside the axes, which were not used, and their sizes")
     ] = field(default_factory=dict)
     held_out: Annotated[
         bool,
-        means("whether these samples were not used for calibration and ranking; a limit holds on both sets"),
+        means("whether these samples were held out from calibration and ranking; a limit holds on both sets"),
     ] = False
     outputs: Annotated[list[LossOutput], means("one for every output")]
     layers: Annotated[
         list[LossLayer], means("one for every part that was tried, and for every other GEMM with a weight")
     ]
     search: Annotated[
-        list[LossPoint], means("the choices that were tried to keep a limit; empty without one")
+        list[LossPoint], means("the choices that were tried to meet a limit; empty without a limit")
     ] = field(default_factory=list)
-    limit: Annotated[float | None, means("the largest loss that the user allows; null without one")] = None
-    metric: Annotated[LossMetric | None, means("the user's own figure; null where there is none")] = None
+    limit: Annotated[float | None, means("the largest loss that the user allows; null without a limit")] = (
+        None
+    )
+    metric: Annotated[LossMetric | None, means("the user's own metric; null if there is none")] = None
 
     @property
     def worst(self) -> float:

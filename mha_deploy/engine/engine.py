@@ -177,11 +177,11 @@ class RebuildRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """How much an engine differs from build to build."""
 
     builds: Annotated[int, means("how many times it was built, each time without kernel timings")]
-    identical: Annotated[bool, means("whether all plans are the same to the last byte")]
+    identical: Annotated[bool, means("whether all plans are identical, byte for byte")]
     differing: Annotated[
-        list[dict[str, Any]], means("ONNX nodes with other kernels, and the kernels of each build")
+        list[dict[str, Any]], means("ONNX nodes whose kernels differ, and the kernels of each build")
     ]
-    fused: Annotated[list[tuple[int, int]], means("fused attentions of each build, of how many")]
+    fused: Annotated[list[tuple[int, int]], means("for each build, fused attentions and all attentions")]
     seconds: Annotated[list[float], means("build times, seconds")]
     engine_bytes: Annotated[list[int], means("sizes of the plans, bytes")]
     errors: Annotated[
@@ -190,7 +190,7 @@ class RebuildRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     times_us: Annotated[dict[str, list[float]], means("median time of each build, µs, by case")]
     timing_cache: Annotated[
         bool | None,
-        means("whether a build from its own timings has the same kernels; null where they have no effect"),
+        means("whether a build from its own timings has the same kernels; null if timings have no effect"),
     ]
 
 

@@ -325,7 +325,7 @@ class Conditions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The state of the GPU as NVML reports it."""
 
     sm_mhz: Annotated[
-        float | None, means("clock of the multiprocessors, MHz; null where NVML did not report it")
+        float | None, means("clock of the multiprocessors, MHz; null if NVML did not report it")
     ] = None
     sm_mhz_max: Annotated[float | None, means("the highest clock of the GPU, MHz; null as above")] = None
     memory_mhz: Annotated[float | None, means("clock of the memory, MHz; null as above")] = None

@@ -88,14 +88,15 @@ class TimingRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     slots: Annotated[int, means("copies of the inputs that the calls rotated through")]
     graph: Annotated[bool, means("whether the calls were launches of a CUDA graph")]
     why_no_graph: Annotated[
-        str | None, means("why they were not although they should have been; null otherwise")
+        str | None,
+        means("why they were not launches of a CUDA graph although they should have been; null otherwise"),
     ]
-    stable: Annotated[bool, means("whether warming up ended with rounds that agreed")]
-    host_us: Annotated[float | None, means("host time of one launch, µs; null where it was not measured")]
+    stable: Annotated[bool, means("whether the last warm-up rounds agreed")]
+    host_us: Annotated[float | None, means("host time of one launch, µs; null if it was not measured")]
     gpu: Annotated[str, means("the GPU")]
     conditions: Annotated[Conditions, means("clocks, temperature and power while it ran")]
     memory_bytes: Annotated[
-        int | None, means("device memory allocated for it, bytes; null where that is not known")
+        int | None, means("device memory allocated for it, bytes; null if that is not known")
     ]
 
 

@@ -315,7 +315,7 @@ class MaskVerdict(Struct, frozen=True, forbid_unknown_fields=True):
     status: Annotated[Conformance, means("the result")]
     detail: Annotated[str, means("what is wrong, or why it was refused; may be empty")] = ""
     error: Annotated[
-        float | None, means("relative L2 against the oracle; null where there were no finite numbers")
+        float | None, means("relative L2 against the oracle; null if there were no finite numbers")
     ] = None
     share: Annotated[float | None, means("share of the budget that it uses; null as `error`")] = None
 
@@ -484,7 +484,7 @@ class ConformanceTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     precision: Annotated[str, means("precision of the graphs")]
     seed: Annotated[int, means("seed of the inputs")]
-    outcome: Annotated[Outcome, means("failed where a runtime is wrong on a mask")] = Outcome.NOT_VERIFIED
+    outcome: Annotated[Outcome, means("failed if a runtime is wrong on a mask")] = Outcome.NOT_VERIFIED
     columns: Annotated[tuple[str, ...], means("the runtimes by name")]
     rows: Annotated[tuple[MaskRow, ...], means("the masks")]
 

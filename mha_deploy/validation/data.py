@@ -60,19 +60,19 @@ class DataOutput(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: Annotated[str, means("name of the output")]
     error: Annotated[
         Quantiles | None,
-        means("relative L2 error against the FP64 reference, over the samples; null where none was measured"),
+        means("relative L2 error against the FP64 reference, over the samples; null if none was measured"),
     ]
     original_error: Annotated[
-        Quantiles | None, means("the same of the source model itself, in its own precision")
+        Quantiles | None, means("the same for the source model itself, in its own precision")
     ]
     agreement: Annotated[
         Agreement | None, means("agreement of logits with the reference; null for other outputs")
     ]
-    original_agreement: Annotated[Agreement | None, means("the same of the source model itself")]
+    original_agreement: Annotated[Agreement | None, means("the same for the source model itself")]
 
 
 class DataMetric(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The user's own figure: its mean over the samples."""
+    """The user's own metric: its mean over the samples."""
 
     name: Annotated[str, means("the function")]
     samples: Annotated[int, means("samples that it was computed for")]
@@ -87,9 +87,9 @@ class WorstSample(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     sample: Annotated[str, means("name of the sample")]
     outcome: Annotated[Outcome, means("its verdict")]
     share: Annotated[float | None, means("share of the budget; null without a number")]
-    output: Annotated[str | None, means("the output that is wrong; null where none is")]
+    output: Annotated[str | None, means("the output that is wrong; null if none is")]
     reason: Annotated[Reason | None, means("why; see `parity[].verdicts[].reason`")]
-    file: Annotated[str, means("file beside the report that `--data` replays")]
+    file: Annotated[str, means("file next to the report that `--data` replays")]
 
 
 class DataRuntime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,16 +97,16 @@ class DataRuntime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     runtime: Annotated[str, means("name of the runtime")]
     backend: Annotated[str, means("the same with its version")]
-    outcome: Annotated[Outcome, means("that of all samples")]
+    outcome: Annotated[Outcome, means("the outcome of all samples together")]
     samples: Annotated[int, means("samples that it ran")]
-    failed: Annotated[int, means("of them, wrong")]
-    not_verified: Annotated[int, means("of them, without a result that shows anything")]
+    failed: Annotated[int, means("how many of them are wrong")]
+    not_verified: Annotated[int, means("how many of them have no result that shows anything")]
     outside: Annotated[tuple[str, ...], means("the samples outside its profiles, which were not run")]
     share: Annotated[
-        Quantiles | None, means("the share of the budget that samples use; null where there is no number")
+        Quantiles | None, means("the share of the budget that samples use; null if there is no number")
     ]
     outputs: Annotated[tuple[DataOutput, ...], means("one for every output")]
-    metric: Annotated[DataMetric | None, means("the user's own figure; null where there is none")]
+    metric: Annotated[DataMetric | None, means("the user's own metric; null if there is none")]
     worst: Annotated[tuple[WorstSample, ...], means("the samples that use the largest share of their budget")]
 
 
@@ -115,10 +115,10 @@ class DataRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     source: Annotated[str, means("where the samples came from")]
     samples: Annotated[int, means("samples that were read")]
-    resumed: Annotated[int, means("of them, computed in an earlier run that was interrupted")]
+    resumed: Annotated[int, means("how many of them an earlier, interrupted run computed")]
     outside: Annotated[
         dict[str, str],
-        means("the samples beyond the axes of the bundle, which were not run, and their sizes"),
+        means("the samples outside the axes of the bundle, which were not run, and their sizes"),
     ]
     sizes: Annotated[
         dict[str, tuple[int, int]], means("the smallest and the largest size of every axis in the samples")

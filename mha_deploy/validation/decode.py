@@ -51,32 +51,32 @@ class DecodeRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     model: Annotated[str, means("name of the model")]
     precision: Annotated[str, means("precision of the graph")]
     backend: Annotated[str, means("the runtime with its version")]
-    trace: Annotated[str, means("name of the trace: one in the bundle, or the one that was drawn on request")]
+    trace: Annotated[str, means("name of the trace: from the bundle, or drawn on request")]
     outcome: Annotated[Outcome, means("whether every step was run and is right")]
     prompt: Annotated[tuple[int, ...], means("tokens of the prompt of every batch element")]
-    steps: Annotated[int, means("decode steps that were to follow")]
+    steps: Annotated[int, means("planned decode steps")]
     first_failed: Annotated[
         int | None,
-        means("first wrong step, 0 for the prefill; null where no step is wrong, the cache may still be"),
+        means("first wrong step, 0 for the prefill; null if no step is wrong (the cache may still be)"),
     ]
     share: Annotated[
-        Share | None, means("largest share of a budget used, over 1 is too much; null where not finite")
+        Share | None, means("largest share of a budget used, above 1 is too much; null if not finite")
     ]
     errors: Annotated[
         tuple[float | None, ...],
-        means("relative L2 of every step that was run, from step 1; null where not measured"),
+        means("relative L2 of every step that was run, from step 1; null if not measured"),
     ]
     eager_errors: Annotated[
-        tuple[float | None, ...], means("the same of the PyTorch module, decoded in its own precision")
+        tuple[float | None, ...], means("the same for the PyTorch module, decoded in its own precision")
     ]
     growth: Annotated[
         float | None,
         means(
             "median error of the last tenth of the steps, at least one, over that of the first; "
-            "null where unknown, or there is one step only"
+            "null if unknown, or if there is only one step"
         ),
     ]
-    eager_growth: Annotated[float | None, means("the same of the PyTorch module; null as above")]
+    eager_growth: Annotated[float | None, means("the same for the PyTorch module; null as above")]
     table: Annotated[
         tuple[tuple[int, float | None], ...],
         means("pairs of step and error, for steps 1, 2, 4, 8, … and the last one"),

@@ -117,10 +117,10 @@ class Heatmap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rows: Annotated[str, means("what a row is: `head` or `channel group`")]
     columns: Annotated[str, means("what a column is: `position`")] = POSITION
     values: Annotated[
-        tuple[tuple[float | None, ...], ...], means("relative RMS error, by table row; null where not finite")
+        tuple[tuple[float | None, ...], ...], means("relative RMS error, by table row; null if not finite")
     ]
-    bin: Annotated[int, means("how many positions one column stands for")]
-    note: Annotated[str, means("what else there is to say; may be empty")]
+    bin: Annotated[int, means("positions per column")]
+    note: Annotated[str, means("a remark; may be empty")]
 
 
 def heatmap(

@@ -89,9 +89,9 @@ class FaultTrial(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: Annotated[str, means("what was run")]
     outcome: Annotated[
         Outcome,
-        means("whether every failing case is right there; `not verified` where it could not be tried"),
+        means("whether every failing case is right there; `not verified` if it could not be tried"),
     ]
-    share: Annotated[float | None, means("share of the budget it used; null where not finite")] = None
+    share: Annotated[float | None, means("share of the budget it used; null if not finite")] = None
 
 
 class FaultReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -62,18 +62,18 @@ class NotFinite:
 
 @dataclass(kw_only=True)
 class Figures:
-    """The numbers of one attention over some golden cases; null where there was no pair of query and key."""
+    """The numbers of one attention over some golden cases; null if there was no pair of query and key."""
 
     tensors: Annotated[dict[str, float], means("largest absolute value of Q, K and V")]
     scale: Annotated[float, means("the factor on the scores")]
     matmul: Annotated[
-        Peak | None, means("largest |q·k| before the scale, hidden pairs included; null without a pair")
+        Peak | None, means("largest |q·k| before the scale, including masked pairs; null without a pair")
     ] = None
     all_scores: Annotated[
         tuple[float, float] | None,
-        means("lowest and highest score after scale and softcap, hidden pairs included; null as above"),
+        means("lowest and highest score after scale and softcap, including masked pairs; null as above"),
     ] = None
-    score: Annotated[Peak | None, means("largest |score| of visible pairs; null as above")] = None
+    score: Annotated[Peak | None, means("largest |score| of unmasked pairs; null as above")] = None
     logit: Annotated[
         Peak | None,
         means("the same with the mask added: the input of the softmax; null as above"),
@@ -85,12 +85,12 @@ class Figures:
     sums: Annotated[tuple[SoftmaxSum, ...], means("the largest sum of exponentials of each case")] = ()
     sentinel: Annotated[
         float | None,
-        means("the finite number with which the mask hides keys; null where it hides none, or by -inf"),
+        means("the finite number that masks keys; null if no key is masked, or by -inf"),
     ] = None
     fully_masked: Annotated[int, means("fully masked queries, counted in every head")] = 0
     not_finite: Annotated[
         tuple[NotFinite, ...],
-        means("inputs with NaN or infinity; their cases are left out of the other numbers"),
+        means("inputs with NaN or infinity; their cases are excluded from the other numbers"),
     ] = ()
 
 
@@ -272,9 +272,9 @@ class RangeFinding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     status: Annotated[RangeStatus, means("the severity")]
     kind: Annotated[RangeKind, means("what kind of finding")]
-    name: Annotated[str, means("the tensor concerned; empty where the kind names it")] = ""
+    name: Annotated[str, means("the tensor concerned; empty if the kind names it")] = ""
     numbers: Annotated[dict[str, float], means("the figures behind it, by name")] = {}
-    what: Annotated[str, means("what was found, in words; nothing reads it")] = ""
+    what: Annotated[str, means("what was found, in words, for people")] = ""
     advice: Annotated[tuple[str, ...], means("what can be done about it")] = ()
 
 
@@ -289,18 +289,18 @@ class NodeRange(Struct, frozen=True, kw_only=True):
     node: Annotated[str, means("name of the attention node")]
     status: Annotated[RangeStatus, means("whether its numbers fit into FP16")]
     largest_score_raw: Annotated[
-        float | None, means("largest |q·k| before the scale; null where nothing was measured")
+        float | None, means("largest |q·k| before the scale; null if nothing was measured")
     ] = None
     largest_score: Annotated[float | None, means("largest |score| after the scale; null as above")] = None
     largest_softmax_sum: Annotated[float | None, means("largest sum of exponentials; null as above")] = None
     max_keys: Annotated[
         int,
-        means("most keys that the spec allows: the largest value that its sum of exponentials can have"),
+        means("largest number of keys that the spec allows, which bounds the sum of exponentials"),
     ]
     # The number that hides keys is judged by itself: it is meant to be large.
     headroom: Annotated[
         float | None,
-        means("65504 over the largest number; 0 where one is not finite already; null where all are zero"),
+        means("65504 divided by the largest number; 0 if one is not finite already; null if all are zero"),
     ]
     findings: Annotated[tuple[RangeFinding, ...], means("what was found")]
     advice: Annotated[tuple[str, ...], means("what can be done about the findings, without repetition")] = ()

@@ -37,11 +37,11 @@ class InvarianceCheck(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     detail: Annotated[str, means("what was compared")]
     outcome: Annotated[
         Outcome,
-        means("whether every answer is within the budget; `not verified` where nothing could be varied"),
+        means("whether every answer is within the budget; `not verified` if nothing could be varied"),
     ]
-    bitwise: Annotated[bool, means("whether they are the same to the last bit")] = False
+    bitwise: Annotated[bool, means("whether the results are bitwise equal")] = False
     share: Annotated[
-        float | None, means("share of the budget that the difference uses; null where none was measured")
+        float | None, means("share of the budget that the difference uses; null if none was measured")
     ] = None
     problem: Annotated[str | None, means("why it failed; null if it passed")] = None
 

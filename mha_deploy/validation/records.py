@@ -53,7 +53,7 @@ class ToolRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: Annotated[str, means("`mha-deploy`")]
     version: Annotated[str, means("its version")]
     command: Annotated[
-        tuple[str, ...], means("the command line that wrote it; empty where it was written from Python")
+        tuple[str, ...], means("the command line that wrote it; empty if it was written from Python")
     ] = ()
 
 
@@ -69,8 +69,8 @@ class GpuRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class EnvironmentRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The machine that something ran on."""
 
-    gpu: Annotated[GpuRecord | None, means("the GPU; null where there is none")]
-    driver: Annotated[str | None, means("version of the NVIDIA driver; null where there is none")]
+    gpu: Annotated[GpuRecord | None, means("the GPU; null if there is none")]
+    driver: Annotated[str | None, means("version of the NVIDIA driver; null if there is none")]
     platform: Annotated[str, means("operating system and processor")]
     python: Annotated[str, means("version of Python")]
     versions: Annotated[dict[str, str], means("versions of the packages that were used")]
@@ -95,17 +95,17 @@ class ModelRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class EngineRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An engine, and how it computes attention, and in which precision."""
+    """An engine: how it computes attention, and in which precision."""
 
     name: Annotated[str, means("name of the engine in the bundle")]
     backend: Annotated[str, means("`tensorrt` or `tensorrt-rtx`")]
     version: Annotated[str, means("version of the TensorRT that built it")]
-    precision: Annotated[str, means("the requested precision; `fp8/fp16` where the graph quantizes")]
-    built: Annotated[str, means("where or for what it was built")]
+    precision: Annotated[str, means("the requested precision; `fp8/fp16` for a quantized graph")]
+    built: Annotated[str, means("where it was built, or for which GPUs")]
     ran: Annotated[bool, means("whether it was run here")]
     why_not: Annotated[str | None, means("why it was not run; null if it was")]
     fused: Annotated[
-        tuple[int, int], means("two numbers: attentions that are fused in every profile, of how many")
+        tuple[int, int], means("two numbers: attentions that are fused in every profile, and all attentions")
     ]
     precision_status: Annotated[
         PrecisionStatus,
@@ -118,8 +118,8 @@ class EngineRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         tuple[EngineReason, ...], means("why the precision is mixed or unknown; empty otherwise")
     ]
     nodes: Annotated[tuple[NodeVerdict, ...], means("one for every attention node and profile")]
-    seconds: Annotated[float | None, means("how long the build took, seconds; null where that is not known")]
-    engine_bytes: Annotated[int | None, means("size of the plan, bytes; null where there is none")]
+    seconds: Annotated[float | None, means("how long the build took, seconds; null if that is not known")]
+    engine_bytes: Annotated[int | None, means("size of the plan, bytes; null if there is none")]
     profiles: Annotated[tuple[dict[str, str], ...], means("axis ranges of each profile, as `min:opt:max`")]
     attention: Annotated[
         str, means("what computes attention and projections, and the measurements behind the choice")
@@ -128,13 +128,13 @@ class EngineRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         tuple[str, ...], means("the plugin libraries that it needs: file, version, hash and plugins")
     ]
     profile_names: Annotated[
-        tuple[str, ...], means("what each profile is called: its number, or `prefill` and `decode`")
+        tuple[str, ...], means("name of each profile: its number, or `prefill` and `decode`")
     ]
     rebuilds: Annotated[
-        RebuildRecord | None, means("how much it differs from build to build; null where it was built once")
+        RebuildRecord | None, means("how much it differs from build to build; null if it was built once")
     ]
     gemms: Annotated[
-        GemmTypes | None, means("where the graph quantizes, what became of its GEMMs; null elsewhere")
+        GemmTypes | None, means("for a quantized graph, what became of its GEMMs; null otherwise")
     ] = None
     quantized_attentions: Annotated[
         dict[str, int], means("how many attentions are computed in eight bits, by type")
@@ -146,11 +146,11 @@ class EngineRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class RooflineRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The least time that the work of one call needs on a GPU."""
+    """The shortest possible time of one call on a GPU."""
 
-    gpu: Annotated[str, means("whose peak figures")]
-    bound_us: Annotated[float, means("least time of the layer, stage after stage, µs")]
-    bound: Annotated[Literal["compute", "memory"], means("what sets most of the bound")]
+    gpu: Annotated[str, means("the GPU whose peak figures are used")]
+    bound_us: Annotated[float, means("shortest possible time of the layer, stage after stage, µs")]
+    bound: Annotated[Literal["compute", "memory"], means("what dominates the bound")]
     tflops_peak: Annotated[float, means("peak rate in this precision, 10¹² FLOP/s")]
     gb_per_s_peak: Annotated[float, means("memory bandwidth, 10⁹ bytes/s")]
 
@@ -164,9 +164,11 @@ class LatencyRowRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     refused: Annotated[str | None, means("why it was not timed; null if it was")]
     reason: Annotated[Reason | None, means("the same as data; null if it was timed")] = None
     timing: Annotated[TimingRecord | None, means("the measurement; null if it was refused")]
-    speedup_over_eager: Annotated[float | None, means("eager's p50 over this one; null where one is missing")]
+    speedup_over_eager: Annotated[
+        float | None, means("p50 of eager divided by this p50; null if one is missing")
+    ]
     speedup_over_best_pytorch: Annotated[
-        float | None, means("p50 of the best PyTorch baseline over this one; null as above")
+        float | None, means("p50 of the best PyTorch baseline divided by this p50; null as above")
     ]
     tflops: Annotated[float | None, means("10¹² FLOP/s at p50; null if it was refused")]
     gb_per_s: Annotated[
@@ -174,11 +176,11 @@ class LatencyRowRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ]
     tokens_per_s: Annotated[
         float | None,
-        means("tokens/s through this layer at p50, all batch elements; null where it is not a decode step"),
+        means("tokens/s through this layer at p50, all batch elements; null if it is not a decode step"),
     ]
-    roofline_share: Annotated[float | None, means("roofline bound over p50; null where there is none")]
+    roofline_share: Annotated[float | None, means("roofline bound divided by p50; null if there is none")]
     kernels: Annotated[
-        tuple[KernelTime, ...], means("the longest kernels of one call; empty where nothing was profiled")
+        tuple[KernelTime, ...], means("the longest kernels of one call; empty if nothing was profiled")
     ]
 
 
@@ -188,7 +190,8 @@ class LatencyPointRecord(Struct, frozen=True, kw_only=True, forbid_unknown_field
     case: Annotated[str, means("name of the case")]
     sizes: Annotated[dict[str, int], means("axis sizes")]
     past: Annotated[
-        int | None, means("most valid entries of a preallocated KV cache before the call; null without one")
+        int | None,
+        means("most valid entries in a preallocated KV cache before the call; null without such a cache"),
     ]
     flops: Annotated[float, means("operations of one call")]
     bytes: Annotated[float, means("bytes that one call must move")]
@@ -201,22 +204,22 @@ class LatencyPointRecord(Struct, frozen=True, kw_only=True, forbid_unknown_field
 class LatencyRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was timed, and on which GPU."""
 
-    gpu: Annotated[str | None, means("the GPU; null where everything was refused")]
+    gpu: Annotated[str | None, means("the GPU; null if everything was refused")]
     points: Annotated[tuple[LatencyPointRecord, ...], means("one for every size that was timed")]
 
 
 class ServingRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a server answered a number of clients."""
+    """The results of a server for one number of clients."""
 
     clients: Annotated[int, means("clients that sent requests at the same time")]
-    requests: Annotated[int, means("requests that were sent, or should have been")]
+    requests: Annotated[int, means("requests that were sent, or should have been sent")]
     answered: Annotated[int, means("requests that were answered")]
     errors: Annotated[
         dict[str, int],
         means("the others by cause: `error`, `timeout`, `unreachable`, `not sent`; only those that occurred"),
     ]
-    first_error: Annotated[str | None, means("the first failed request; null where none failed")]
-    per_second: Annotated[float | None, means("answers per second; null where no time passed")]
+    first_error: Annotated[str | None, means("the first failed request; null if none failed")]
+    per_second: Annotated[float | None, means("answers per second; null if no time passed")]
     p50_ms: Annotated[
         float | None,
         means("median time from request to answer, measured by the client, ms; null without an answer"),
@@ -227,7 +230,7 @@ class ServingRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     wrong: Annotated[int, means("outputs that were wrong")]
     runs: Annotated[
         str | None,
-        means("engine or runtime in the server, as its configuration says; null where it does not"),
+        means("engine or runtime in the server, according to its configuration; null if not stated"),
     ] = None
 
 
@@ -238,11 +241,11 @@ class ThroughputRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     sizes: Annotated[dict[str, int], means("axis sizes")]
     name: Annotated[str, means("the runtime or baseline")]
     family: Annotated[Family, means("`pytorch`, `onnxruntime` or `tensorrt`")]
-    refused: Annotated[str | None, means("why there is no figure; null where there is one")] = None
-    reason: Annotated[Reason | None, means("the same as data; null where there is a figure")] = None
-    streams: Annotated[
-        int | None, means("CUDA streams that were busy at the same time; null where refused")
-    ] = None
+    refused: Annotated[str | None, means("why there is no figure; null if there is one")] = None
+    reason: Annotated[Reason | None, means("the same as data; null if there is a figure")] = None
+    streams: Annotated[int | None, means("CUDA streams that were busy at the same time; null if refused")] = (
+        None
+    )
     per_second: Annotated[float | None, means("calls per second on all streams together")] = None
     p50_us: Annotated[float | None, means("median time between two calls of a stream, µs")] = None
     p99_us: Annotated[float | None, means("99th percentile of it, µs")] = None
@@ -262,7 +265,7 @@ class VerdictRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     headline: Annotated[str, means("the result in one line")]
     not_verified: Annotated[
         tuple[Gap, ...],
-        means("what nothing was judged on: engines, decode steps, attentions, probe inputs, profiles, sizes"),
+        means("what was not judged: engines, decode steps, attentions, probe inputs, profiles, sizes"),
     ]
     findings: Annotated[tuple[Finding, ...], means("what a reader should know")]
 
@@ -288,37 +291,37 @@ class ReportRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     invariance: Annotated[
         tuple[InvarianceCheck, ...], means("whether results depend on what must not matter")
     ]
-    runtimes: Annotated[dict[str, str], means("of every `backend` above, its name without its version")] = {}
+    runtimes: Annotated[dict[str, str], means("for every `backend` above, its name without its version")] = {}
     conformance: Annotated[
-        ConformanceTable | None, means("masks as ONNX defines them; null where it was not requested")
+        ConformanceTable | None, means("masks as ONNX defines them; null if it was not requested")
     ]
     range: Annotated[
-        RangeReport | None, means("whether the numbers fit into FP16; null where it was not requested")
+        RangeReport | None, means("whether the numbers fit into FP16; null if it was not requested")
     ]
-    fault: Annotated[FaultReport | None, means("what a failure comes from; null where nothing failed")]
+    fault: Annotated[FaultReport | None, means("what a failure comes from; null if nothing failed")]
     engines: Annotated[tuple[EngineRecord, ...], means("the engines that were built or found")]
-    latency: Annotated[LatencyRecord | None, means("what was timed; null where nothing was")]
+    latency: Annotated[LatencyRecord | None, means("what was timed; null if nothing was")]
     subjects: Annotated[
         tuple[SubjectRecord, ...],
-        means("what was judged in place of the bundle's own graph and engines; empty without"),
+        means("what was judged in place of the bundle's own graph and engines; may be empty"),
     ]
     requirements: Annotated[
-        tuple[Requirement, ...], means("demands in numbers, and what was found; empty without any")
+        tuple[Requirement, ...], means("numeric requirements, and what was found; may be empty")
     ]
-    data: Annotated[DataRecord | None, means("the user's own samples; null where none were given")]
+    data: Annotated[DataRecord | None, means("the user's own samples; null if none were given")]
     loss: Annotated[
         LossRecord | None,
-        means("of a compressed model: what differs from the original, by intention; null for others"),
+        means("for a compressed model: the intended difference from the original; null for others"),
     ]
     serving: Annotated[
         tuple[ServingRecord, ...],
-        means("how a server did, one for every number of clients; empty without one"),
+        means("results of a server, one for every number of clients; empty without a server"),
     ]
     absent: Annotated[
         tuple[Unavailable, ...],
         means("runtimes and engines that could not be run here"),
     ] = ()
-    notes: Annotated[tuple[str, ...], means("what else a reader should know")]
+    notes: Annotated[tuple[str, ...], means("further remarks for the reader")]
 
 
 class TimesRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -326,10 +329,10 @@ class TimesRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     model: Annotated[ModelRecord, means("the layer and its bundle")]
     engines: Annotated[tuple[EngineRecord, ...], means("the engines that were built or found")]
-    latency: Annotated[LatencyRecord | None, means("what was timed; null where nothing was")]
+    latency: Annotated[LatencyRecord | None, means("what was timed; null if nothing was")]
     throughput: Annotated[
         tuple[ThroughputRecord, ...],
-        means("calls per second on several CUDA streams; empty where not requested"),
+        means("calls per second on several CUDA streams; empty if not requested"),
     ]
 
 
@@ -341,7 +344,7 @@ class BenchRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     created: Annotated[str, means("when, in UTC, as `2026-01-31T12:00:00Z`")]
     environment: Annotated[EnvironmentRecord, means("where it ran")]
     models: Annotated[tuple[TimesRecord, ...], means("one for every model and precision")]
-    notes: Annotated[tuple[str, ...], means("what else a reader should know")]
+    notes: Annotated[tuple[str, ...], means("further remarks for the reader")]
 
 
 # -- What is known of a machine, a bundle and its engines ------------------------------------------

@@ -57,7 +57,7 @@ class SubjectKind(Word):
 
 
 class Conversion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tensor that has another type in the subject than in the bundle."""
+    """A tensor whose type in the subject differs from that in the bundle."""
 
     tensor: Annotated[str, means("name of the input or output in the bundle")]
     bundle: Annotated[str, means("its type there")]
@@ -65,7 +65,7 @@ class Conversion(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class AttentionDifference(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An attribute that attentions of a graph have otherwise than those of the same names in the bundle."""
+    """An attribute in which attentions of a graph differ from those of the same names in the bundle."""
 
     attribute: Annotated[str, means("`is_causal`, `softmax_scale`, `mask`, …")]
     bundle: Annotated[str, means("its value in the bundle")]
@@ -88,7 +88,7 @@ class PlanVerdict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         means("why fusion or precision is unknown, or how it is known; see `engines[].nodes[].reasons[]`"),
     ] = ()
     precision_reasons: Annotated[
-        tuple[EngineReason, ...], means("those of the precision; see `engines[].precision_reasons`")
+        tuple[EngineReason, ...], means("the reasons for the precision; see `engines[].precision_reasons`")
     ] = ()
 
 
@@ -100,7 +100,7 @@ class SubjectRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     backend: Annotated[str, means("what ran it, with its version")]
     sha256: Annotated[str | None, means("hash of the file; null for a runner")]
     names: Annotated[
-        dict[str, str], means("its names of inputs and outputs, and the bundle's, where they differ")
+        dict[str, str], means("its names of inputs and outputs, and those of the bundle, where they differ")
     ]
     converted: Annotated[tuple[Conversion, ...], means("tensors of another type")]
     not_judged: Annotated[tuple[str, ...], means("outputs that the bundle does not have")]
@@ -108,13 +108,13 @@ class SubjectRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         PlanVerdict | None, means("what the kernels of an engine show; null for a graph or a runner")
     ]
     attention: Annotated[
-        tuple[AttentionDifference, ...], means("what its attentions have otherwise than the bundle's")
+        tuple[AttentionDifference, ...], means("attributes of its attentions that differ from the bundle")
     ] = ()
     weights: Annotated[
-        int, means("of a graph that is wrong: weights of the bundle's GEMMs that were looked for in it")
+        int, means("for a wrong graph: number of weights of the bundle's GEMMs that were searched for in it")
     ] = 0
     missing_weights: Annotated[
-        tuple[str, ...], means("those that it does not have, in any layout: it is another model")
+        tuple[str, ...], means("weights that it does not have in any layout: it is another model")
     ] = ()
 
 

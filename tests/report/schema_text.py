@@ -11,7 +11,7 @@ MARK = "<!-- written from the records by tests/report/schema_text.py -->\n"
 FILES = {"report.json": ReportRecord, "bench.json": BenchRecord}
 MOST_OPTIONS = 12
 
-_PLAIN = {"string": "text", "boolean": "true or false", "integer": "whole number", "number": "number"}
+_PLAIN = {each: each for each in ("string", "boolean", "integer", "number")}
 
 
 class Document:
@@ -28,7 +28,7 @@ class Document:
         """The table of a record, then those of the records in it."""
         self.places[name] = place
         schema, inner = self.known[name], []
-        lines = [heading, "", schema["description"], "", "| key | type | what |", "|---|---|---|"]
+        lines = [heading, "", schema["description"], "", "| key | type | meaning |", "|---|---|---|"]
         for key, kind in schema["properties"].items():
             path = f"{place}.{key}" if place else key
             label = self.label(kind, path, inner)
@@ -53,14 +53,14 @@ class Document:
             return "record" if known is None else f"record, as `{known}`"
         if "enum" in kind:
             few = [f"`{option}`" for option in kind["enum"]]
-            return ", ".join(few) if len(few) <= MOST_OPTIONS else "text, one of a list"
+            return ", ".join(few) if len(few) <= MOST_OPTIONS else "string, one of a list"
         if kind.get("type") == "array":
             items = kind.get("prefixItems") or [kind["items"]]
             words = [self.label(each, f"{place}[]", inner) for each in items]
             return f"list of {' and '.join(dict.fromkeys(words))}"
         if kind.get("type") == "object":
             return f"name → {self.label(kind.get('additionalProperties') or {}, f'{place}.*', inner)}"
-        return _PLAIN[kind["type"]] if "type" in kind else "anything"
+        return _PLAIN[kind["type"]] if "type" in kind else "any"
 
 
 def written():

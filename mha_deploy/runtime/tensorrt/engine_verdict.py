@@ -82,7 +82,7 @@ class ReasonKind(Word):
 
 
 class EngineReason(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Why a verdict is what it is: what kind of reason, where, what was found there, and what was wanted."""
+    """The reason for a verdict: its kind, its place, what was found there, and what was wanted."""
 
     kind: Annotated[
         ReasonKind,
@@ -428,7 +428,7 @@ class GemmTypes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     kernels: Annotated[int, means("how many kernels compute them, in all profiles together")]
     quantized: Annotated[
-        dict[str, int], means("how many have a kernel that reads both factors in eight bits, by type")
+        dict[str, int], means("how many have a kernel that reads both operands in eight bits, by type")
     ]
     other_types: Annotated[
         dict[str, str], means("those that the graph quantizes and that run in another type, with that type")
@@ -786,7 +786,7 @@ class NodeVerdict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """How an engine computes one attention node in one optimization profile."""
 
     node: Annotated[str, means("name of the attention node")]
-    profile: Annotated[int, means("the optimization profile; null where there are none")]
+    profile: Annotated[int, means("the optimization profile; null if there are none")]
     status: Annotated[FusionStatus, means("the verdict")]
     kernels: Annotated[tuple[str, ...], means("the kernels that prove it")] = ()
     reasons: Annotated[
