@@ -693,13 +693,13 @@ def bisection_renderable(found: Bisection) -> RenderableType:
         lines.append(f"first wrong node: {node.operator} {node.node}, value {node.value}: {node.problem}")
         if node.shown_at is not None:
             lines.append(f"compared behind it, at {node.shown_at}: what lies between only moves numbers")
+    names = ", ".join(found.unseen[:4]) + (", …" if len(found.unseen) > 4 else "")
     if found.unseen:
-        names = ", ".join(found.unseen[:4]) + (", …" if len(found.unseen) > 4 else "")
         lines.append(f"nodes before it whose results could not be compared: {len(found.unseen)} ({names})")
     reasons = [each for each in (found.doubt, found.module_unused) if each is not None]
     lines += [f"warning: {reason_text(reason)}" for reason in reasons]
     if node is not None:
-        name = f"first at {node.node}"
+        name = f"first at {node.node}" + (f", or before it in {names}" if found.unseen else "")
     elif found.first_wrong or found.last_right:
         start, end = found.last_right or "the inputs", found.first_wrong or "the outputs"
         name = f"between {start} and {end}, at an unknown node"

@@ -1,13 +1,17 @@
 """`models`, `inspect`, `analyze` and `doctor` print the same results for people and for machines."""
 
+import io
 import json
 
 import pytest
 from bundle_edit import copy_of, edit_manifest, rehash
+from rich.console import Console
 
 from mha_deploy.bundle.folder import open_bundle
+from mha_deploy.cli.tables import bisection_renderable
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.layer import kv_cache_bytes_per_token, parameter_count
+from mha_deploy.validation.fault import Bisection, Suspect
 
 FULL_SIZE = [name for name in catalog_names() if not name.startswith("tiny-")]
 
@@ -215,3 +219,17 @@ def test_doctor_reports_how_to_install_what_is_missing(run_cli, monkeypatch):
     done = run_cli("doctor")
     assert 'not installed: pip install "x[y]"' in done.out, "brackets are no markup"
     assert "export: no" in done.out
+
+
+# -- bisect --------------------------------------------------------------------------------------
+
+
+def test_a_node_that_could_not_be_compared_is_suspected_beside_the_first_wrong_one():
+    node = Suspect(node="add", operator="Add", value="sum", problem="relative error 0.05")
+    known = {"model": "m", "backend": "b", "case": "opt", "attentions": 0, "runs": 1, "wrong": "output"}
+    for unseen in ((), ("matmul",)):
+        console = Console(width=200, record=True, file=io.StringIO())
+        console.print(bisection_renderable(Bisection(**known, first_node=node, unseen=unseen)))
+        (verdict,) = [line for line in console.export_text().splitlines() if line.startswith("FAILED")]
+        assert "add" in verdict
+        assert ("matmul" in verdict) == bool(unseen)
