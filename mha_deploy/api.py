@@ -105,15 +105,15 @@ def load_model(
         model: A catalog name (`mha-deploy models` lists them), the path of a `.toml` spec, a factory as
             `path/to/file.py:factory` or `package.module:factory`, the path of an `.onnx` file, a
             `Deployable`, or an `nn.Module`. A factory is called by the export, under the export's seed.
-        example_inputs: Of an `nn.Module`: an `Example` of every input, by the name of the parameter of
-            `forward`, or a tensor, whose dimensions are then fixed.
-        axes: Axis ranges, as `{"S": "1:128:512"}`: of an `nn.Module` those that its examples name, of
-            everything else ranges in place of its own.
-        name: Name of an `nn.Module`; default: that of its class.
-        cache: KV cache of a catalog layer: none, dynamic (past in, present out) or preallocated; default: the
-            spec's own.
-        projections: Q, K and V projections of a catalog layer: separate, or packed in one GEMM; default: the
-            spec's own.
+        example_inputs: For an `nn.Module`: an `Example` for every parameter of `forward`, by name, or a
+            tensor, whose dimensions are then fixed.
+        axes: Axis ranges, such as `{"S": "1:128:512"}`: for an `nn.Module`, the axes that its examples name;
+            for any other model, ranges that replace its own.
+        name: Name of an `nn.Module`; default: the name of its class.
+        cache: KV cache of a catalog layer: none, dynamic (past in, present out) or preallocated; default: as
+            in the spec.
+        projections: Q, K and V projections of a catalog layer: separate, or packed in one GEMM; default: as
+            in the spec.
 
     Examples:
         >>> model = md.load_model("tiny-mha", axes={"S": "1:32:128"})
@@ -142,7 +142,7 @@ def load_checkpoint(
     Args:
         folder: The folder: `config.json` and safetensors files, with an index if there are several.
         layer: The layer, from 0.
-        prefix: The attention in the checkpoint, as `decoder.layers.0.self_attn`, where a layer has several.
+        prefix: The attention in the checkpoint, such as `decoder.layers.0.self_attn`, if a layer has several.
         axes: See `load_model`; default: sequences up to the context length, 2048 at most.
         cache: See `load_model`.
         projections: See `load_model`.
@@ -174,12 +174,13 @@ def from_transformers(
 
     Args:
         model: The model, such as `AutoModelForCausalLM.from_pretrained(...)`.
-        cache: `static`, for a cache of `length` entries, or `dynamic`, for one that grows. An encoder has
-            none.
+        cache: `static`, a preallocated cache of `length` entries, or `dynamic`, a cache that grows. An
+            encoder has none.
         batch: The range of the batch, `min:opt:max`.
-        tokens: The range of new tokens in one call, `min:opt:max`; default: 1:128:512, or less where `length`
-            is.
-        length: How many tokens a sequence may have; default: 1024, or as many as the model has positions for.
+        tokens: The range of new tokens in one call, `min:opt:max`; default: 1:128:512, or less if `length` is
+            smaller.
+        length: Largest number of tokens in a sequence; default: 1024, or as many as the model has positions
+            for.
         name: Name of the model; default: its type, such as llama.
 
     Examples:
@@ -212,11 +213,11 @@ def export(
         model: What `load_model` gives or takes.
         out: The folder to write.
         example_inputs: See `load_model`.
-        axes: See `load_model`; of an ONNX file the ranges of its symbolic dimensions.
-        inputs: Of an ONNX file: arrays, or paths of `.npy` files, for inputs that are not to be drawn.
-        weights: Weights in place of random ones, or of the model's own: a safetensors file, an index of
-            several, or the folder of a checkpoint; for the user's own model also a state dict. The manifest
-            notes what of it is not needed.
+        axes: See `load_model`; for an ONNX file, the ranges of its symbolic dimensions.
+        inputs: For an ONNX file: arrays, or paths of `.npy` files, for inputs that should not be random.
+        weights: Weights in place of random ones, or of the model's own: a safetensors file, the index of
+            several, or the folder of a checkpoint; for your own model also a state dict. The manifest notes
+            tensors that are not needed.
         on_step: Called as each step begins.
         options: The fields of `mha_deploy.options.ExportOptions`.
 
@@ -255,7 +256,7 @@ def prune(
     overwrite: bool = False,
     on_step: OnStep | None = None,
 ) -> Bundle:
-    """Export a model with fewer heads: those that your data needs least are removed from its weights.
+    """Export a model with fewer heads: the heads that matter least for your data are removed.
 
     The result is a bundle like any other, with its loss against the original in the manifest. Each attention
     needs Q, K and V from GEMMs with constant weights, and one output projection; others are refused by name.
@@ -263,13 +264,14 @@ def prune(
     Args:
         model: See `load_model`.
         out: The folder to write.
-        heads: Query heads of each attention, or auto: as few as the largest loss allows.
-        kv_heads: In place of query heads: key/value heads of each attention, the most alike pooled by their
-            mean.
+        heads: Query heads to keep in each attention, or auto: as few as the largest loss allows.
+        kv_heads: In place of query heads: key/value heads of each attention. The most similar heads are
+            merged: their mean replaces them.
         max_loss: Largest relative L2 between the outputs of the two models, both in FP64.
-        data: Your own samples, as `validate` takes them; default: those of the Deployable, else drawn inputs.
-        data_limit: Most samples; default: all.
-        metric: Your own figure, a function of the outputs and the sample, for both models.
+        data: Your own samples, in the forms that `validate` takes; default: the samples of the Deployable,
+            else random inputs.
+        data_limit: Largest number of samples; default: all.
+        metric: Your own metric, a function of the outputs and the sample, for both models.
         example_inputs: See `load_model`.
         axes: See `load_model`.
         weights: See `export`.
@@ -312,7 +314,7 @@ def import_onnx(
     on_step: OnStep | None = None,
     **options: Any,
 ) -> Bundle:
-    """Make a bundle of an ONNX file, without PyTorch: attention fused, golden cases, FP64 reference.
+    """Create a bundle from an ONNX file, without PyTorch: attention fused, golden cases, FP64 reference.
 
     The reference is the file itself with every type upcast to FP64, run by ONNX's evaluator. ONNX Runtime on
     the CPU stands for the eager model.
@@ -321,7 +323,7 @@ def import_onnx(
         path: The file, of opset 7 or newer.
         out: The folder to write.
         axes: Ranges of its symbolic dimensions; default: 1:2:8 for a leading dimension, else 1:16:64.
-        inputs: Arrays, or paths of `.npy` files, for inputs that are not to be drawn.
+        inputs: Arrays, or paths of `.npy` files, for inputs that should not be random.
         on_step: Called as each step begins.
         options: See `export`: `precision`, `golden`, `seed`, `overwrite`.
 
@@ -363,7 +365,8 @@ def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]
 
     Args:
         model: The model, of opset 7 or newer: an `onnx.ModelProto` or an `onnx_ir.Model`. It is not changed.
-        verify: Whether every new node is compared with the original on drawn inputs; what differs stays.
+        verify: Whether to compare every new node with the nodes that it replaces, on random inputs; if the
+            results differ, the original nodes stay.
 
     Returns:
         The new model, of the same type, and a report: `fused`, `unfused` with reasons, `already`, `complete`.
@@ -390,7 +393,8 @@ def fuse_file(
         source: The file, of opset 7 or newer.
         output: The file to write.
         overwrite: Replace existing files.
-        verify: Compare every new node with the original on drawn inputs, and keep only equal ones.
+        verify: Compare every new node with the nodes that it replaces, on random inputs; keep it only if the
+            results agree.
 
     Returns:
         The report; see `fuse`.
@@ -412,8 +416,8 @@ def check(
     Args:
         bundle: A bundle, its folder, or an ONNX file whose attention is fused.
         target: tensorrt or tensorrt-rtx.
-        version: Version of the target, as 8.6 or 10.14; default: the newest known.
-        sm: Compute capabilities of the GPUs, as 9.0 or 89,120; default: any.
+        version: Version of the target, such as 8.6 or 10.14; default: the newest known.
+        sm: Compute capabilities of the GPUs, such as 9.0 or 89,120; default: any.
 
     Returns:
         One record for each attention and target: `supported`, `fused`, `supported_after_lowering`,
@@ -443,17 +447,18 @@ def build_engine(
     on_step: OnStep | None = None,
     **options: Any,
 ) -> Engine:
-    """Build a TensorRT engine from a bundle; its manifest says whether attention is fused.
+    """Build a TensorRT engine from a bundle; its manifest states whether attention is fused.
 
     Args:
         bundle: The bundle, or its folder; the engine is written into it.
-        profiles: Optimization profiles, as `"B=1:8:32,S=1:128:512"` or `{"B": "1:8:32"}`; default: the axis
-            ranges of the model.
-        repeat: Number of builds. From 2 on, each starts without kernel timings, and what differs between them
-            is reported: kernels, sizes, and on a GPU errors and latencies. The last one is kept.
-        save_onnx: A file for the lowered graph that TensorRT parses; large weights go into a second file next
-            to it.
-        trtexec: Whether trtexec is to build the same engine, which refuses TensorRT-RTX before the build.
+        profiles: Optimization profiles, such as `"B=1:8:32,S=1:128:512"` or `{"B": "1:8:32"}`; default: the
+            axis ranges of the model.
+        repeat: Number of builds. If there are several, each starts without kernel timings, and the
+            differences are reported: kernels, sizes, and on a GPU errors and latencies. The last engine is
+            kept.
+        save_onnx: Also write the lowered graph that TensorRT parses to this file; large weights go into a
+            second file next to it.
+        trtexec: Whether trtexec will build the same engine; TensorRT-RTX is then refused before the build.
         on_step: Called as the builder reports progress.
         options: The fields of `mha_deploy.options.EngineOptions`.
 
@@ -498,15 +503,15 @@ def trtexec(
 ) -> TrtexecCommand:
     """The `trtexec` command that builds the same engine from the graph that `save_onnx` wrote.
 
-    It is text; its `notes` are what of the build it cannot say.
+    The result is text; its `notes` list parts of the build that the command cannot express.
 
     Args:
         engine: The engine, or its file.
-        onnx: The graph, as the command is to name it.
-        plan: The file that the command is to write.
+        onnx: Name of the graph in the command.
+        plan: Name of the file that the command writes.
 
     Raises:
-        DeployError: The engine is one of TensorRT-RTX.
+        DeployError: The engine is for TensorRT-RTX.
 
     Examples:
         >>> md.trtexec("out/tiny/engines/none.engine")
@@ -530,17 +535,18 @@ def refit(
     overwrite: bool = False,
     on_step: OnStep | None = None,
 ) -> Deployment:
-    """Put other weights into an engine without a build, and validate it against a new reference.
+    """Put new weights into an engine without a rebuild, and validate it against a new reference.
 
     The model of the engine's bundle is exported again with the weights, for their own FP64 reference, and
     the engine takes them over. It must have been built with `refit="all"`, and runs on its GPU.
 
     Args:
         engine: The engine, in its bundle.
-        weights: The new weights, as `export` takes them; for the bundle of an ONNX file, another ONNX file.
+        weights: The new weights, in the forms that `export` takes; for the bundle of an ONNX file, another
+            ONNX file.
         out: The folder of the new bundle.
         prefix: See `export`.
-        latency: Measure latency; default: if there is a GPU.
+        latency: Measure latency; default: on if there is a GPU.
         overwrite: Replace an existing bundle.
         on_step: Called as each step begins.
 
@@ -613,9 +619,10 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
         model: An `Engine` or its `.engine` file, a `Bundle` or its folder, an ONNX file, an
             `onnx.ModelProto` or `onnx_ir.Model`, or a Polygraphy runner, which is activated if it is not. Or
             the URL of a served model, as `grpc://HOST:PORT/MODEL` or `http://HOST:PORT/MODEL`.
-        backend: Of a bundle or an ONNX model: `ort-cpu`, `ort-cuda`, `ort-cuda-contrib` or `onnx-reference`;
-            of a bundle also the name of an engine, or of a PyTorch baseline such as `eager`. default: ONNX
-            Runtime on the CPU, or where it cannot run the graph's precision, ONNX's reference evaluator.
+        backend: For a bundle or an ONNX model: `ort-cpu`, `ort-cuda`, `ort-cuda-contrib` or `onnx-reference`;
+            for a bundle also the name of an engine, or of a PyTorch baseline such as `eager`. default: ONNX
+            Runtime on the CPU, or ONNX's reference evaluator if ONNX Runtime does not support the precision
+            of the graph.
 
     Raises:
         BackendUnavailable: The runtime is not installed or cannot run here.
@@ -646,9 +653,9 @@ def validate(
 
     Args:
         bundle: The bundle, or its folder, with or without engines.
-        runners: What is judged in place of the bundle's own graph and engines, with `graphs` and
-            `engine_files`: a `Runner` or a Polygraphy runner, or what else `open_runner` takes. A runner that
-            is given open stays open.
+        runners: What is judged in place of the bundle's own graph and engines, in addition to `graphs` and
+            `engine_files`: a `Runner` or a Polygraphy runner, or anything that `open_runner` takes. A runner
+            that is passed in open stays open.
         on_step: Called as each step begins.
         options: The fields of `mha_deploy.options.ValidateOptions`.
 
@@ -692,8 +699,8 @@ def check_parity(bundle: Bundle | StrPath, runner: Any) -> ParityReport:
 
     Args:
         bundle: The bundle, or its folder.
-        runner: What `open_runner` gives or takes, a Polygraphy runner included. It stays open if it was given
-            open.
+        runner: What `open_runner` returns or takes, including a Polygraphy runner. A runner that is passed in
+            open stays open.
 
     Returns:
         The verdict on every output of every case: `passed` and `verdicts`.
@@ -715,7 +722,7 @@ def check_parity(bundle: Bundle | StrPath, runner: Any) -> ParityReport:
 
 
 def bench(bundle: Bundle | StrPath, *, on_step: OnStep | None = None, **options: Any) -> ModelBench:
-    """Time the engines of a bundle, ONNX Runtime and the PyTorch baselines, over batches and lengths.
+    """Time the engines of a bundle, ONNX Runtime and the PyTorch baselines, over batch sizes and lengths.
 
     Every size is judged against the oracle first: a wrong result has no time.
 
@@ -747,9 +754,9 @@ def replay(line: str, bundle: Bundle | StrPath | None = None, *, tolerance: floa
     """Measure a line of the benchmark record again, and judge whether both agree.
 
     Args:
-        line: The line, as `benchmarks/results/FILE.jsonl:12`.
+        line: The line, such as `benchmarks/results/FILE.jsonl:12`.
         bundle: Its bundle; default: the folder that was recorded.
-        tolerance: By how much the time may leave the range of the record, as a share.
+        tolerance: How far the time may be outside the recorded range, as a fraction.
 
     Returns:
         `status` (`agrees`, `differs` or `not comparable`), `why`, `recorded` and `measured`.
@@ -849,13 +856,13 @@ def deploy(
         out: The folder to write.
         weights: See `export`.
         inputs: See `export`.
-        engine: Build an engine. It must then be fused and in the graph's precision.
-        latency: Measure latency; default: if there is a GPU.
-        requirements: A TOML file of demands on the verdict, or a mapping of them; see `init`.
-        candidates: Whether to export and build FP16, BF16, FP16 with FP32 where it overflows, and with the
-            plugin's accumulations, and to keep the best; the precision must be `auto`. With `int8` or `fp8`,
-            on a GPU: 16 bits, both kinds of scales, and attention in eight bits. None: with `auto`, where
-            there is a GPU.
+        engine: Build an engine, which must be fused and in the precision of the graph.
+        latency: Measure latency; default: on if there is a GPU.
+        requirements: A TOML file of requirements on the verdict, or a mapping of them; see `init`.
+        candidates: Whether to build several candidates and keep the best. With the precision `auto`: FP16,
+            BF16, FP16 with FP32 where it overflows, and the plugin's accumulation types. With `int8` or
+            `fp8`, on a GPU: 16 bits, both kinds of scales, and attention in eight bits. None: on with `auto`
+            if there is a GPU.
         on_step: Called as each step begins.
         on_result: Called with the bundle, with the evaluation of its graph, and with the engine, as soon as
             each exists: what was reached before a later step fails.
@@ -939,8 +946,9 @@ def matrix(
 
     Args:
         plan: The plan: a TOML file, or the same as a mapping; see docs/matrix.md.
-        out: Folder of bundles and results. A second run does only what is missing there.
-        jobs: Local processes, this many at a time, instead of Ray; default: Ray, or 1 without it.
+        out: Folder of bundles and results. A second run computes only what is missing there.
+        jobs: Run this many local processes at a time, instead of Ray; default: Ray, or 1 if it is not
+            installed.
         address: Address of a Ray cluster; default: Ray on this machine.
         on_cell: Called with every cell as it is done, how many are done, and how many there are.
         on_step: Called as each step begins.
@@ -1009,8 +1017,8 @@ def analyze(
         peak: Peak figures of another GPU instead, as TFLOPS:GB/s: dense TFLOPS in this precision and
             memory bandwidth, such as 362:864.
         precision: Precision of weights and activations: fp16, bf16 or fp32.
-        at: Sizes, as B=1,S=2048, or of a layer with a KV cache prefill or decode; default: the optimum of
-            every axis; with a KV cache, the decode step.
+        at: Sizes, such as B=1,S=2048; for a layer with a KV cache also prefill or decode; default: the
+            optimum of every axis; with a KV cache, the decode step.
         axes: See `load_model`.
 
     Examples:
@@ -1041,7 +1049,7 @@ def propose_profiles(
 
     Args:
         model: See `analyze`.
-        data: Your samples, as `validate` takes them.
+        data: Your samples, in the forms that `validate` takes.
         gpu: See `analyze`.
         peak: See `analyze`.
         precision: See `analyze`.
@@ -1093,7 +1101,8 @@ def compare_heads(
     Args:
         model: What `load_model` takes, or a `Bundle`.
         at: Sizes of the random inputs; see `analyze`.
-        inputs: An .npz file of inputs to compare the heads of a catalog layer on; default: random inputs.
+        inputs: An .npz file of inputs on which to compare the heads of a catalog layer; default: random
+            inputs.
         example_inputs: See `load_model`.
         axes: See `load_model`.
         seed: Seed of weights and random inputs.
@@ -1138,8 +1147,8 @@ def inspect(path: Bundle | Engine | StrPath, *, verify: bool = False) -> Inspect
     Args:
         path: A `Bundle` or its folder, an `Engine` or its .engine file, an .onnx file, or a plan of any
             origin.
-        verify: Compare the manifest of a bundle with its graph as well, as all other functions and commands
-            do. It takes a second, since it loads ONNX.
+        verify: Also compare the manifest of a bundle with its graph, as all other functions and commands do.
+            This takes a second, since it loads ONNX.
 
     Raises:
         BundleError: It is missing, changed, of another format, or an engine of another bundle.
@@ -1158,7 +1167,7 @@ def inspect(path: Bundle | Engine | StrPath, *, verify: bool = False) -> Inspect
 
 
 def init(path: StrPath = "mha-deploy.toml", *, overwrite: bool = False) -> Path:
-    """Write a file of requirements to begin with: every option and demand, commented out.
+    """Write a configuration file to start from: every option and requirement, commented out.
 
     Args:
         path: The file.
@@ -1178,8 +1187,8 @@ def doctor(*, load: bool = False) -> dict[str, Any]:
     """Report which runtimes and GPUs this machine has, what each is for, and how to install the rest.
 
     Args:
-        load: Import PyTorch, ONNX, onnxscript and matplotlib as well, to check that they work; default: they
-            are only looked up.
+        load: Also import PyTorch, ONNX, onnxscript and matplotlib, to check that they work; default: they are
+            only looked up.
 
     Returns:
         Plain data: `versions`, `runtimes`, `gpus` and `can`.
@@ -1200,9 +1209,9 @@ def configure(
         in_process: Run ONNX Runtime, TensorRT and PyTorch in this process instead of a child process, for a
             debugger. A crash then ends this process.
         time_limit: Seconds after which a call of a runtime or of a model's code, or an evaluation of a graph,
-            counts as hung; default: 3600.
+            counts as a hang; default: 3600.
         trust_code: Run the factory that a bundle names, for fresh cases and PyTorch baselines. This runs code
-            of the bundle's author; default: only factories that this process exported.
+            by the author of the bundle; default: only factories that this process exported.
 
     Examples:
         >>> md.configure(time_limit=3600)
@@ -1299,11 +1308,11 @@ def build_plugins(
     Args:
         parts: What `find_plugin_parts` returned; default: all searched for.
         out: Folder to write; default: $MHA_DEPLOY_PLUGINS, or the cache folder.
-        architectures: GPU architectures to compile for, as 80,90; default: those that nvcc supports.
+        architectures: GPU architectures to compile for, such as 80,90; default: those that nvcc supports.
         on_step: Called as each step begins.
 
     Returns:
-        Its `path`, and its `library`: None where it is for another kind of machine and was not loaded.
+        Its `path`, and its `library`: None if it is for another kind of machine and was not loaded.
 
     Raises:
         BackendUnavailable: A part is missing, or the compiler failed.
