@@ -26,6 +26,7 @@ def pytest_configure(config):
     Graphs and imported modules are many objects that stay: to look for garbage among them seldom is quicker.
     """
     gc.set_threshold(50_000, 20, 100)
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # as the command line does
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if workers > 1:
         share = str(max(1, (os.cpu_count() or 1) // workers))
