@@ -32,6 +32,7 @@ from mha_deploy.graph.file import save_graph
 from mha_deploy.graph.fuse import fuse_attention
 from mha_deploy.graph.fuse.values import raise_opset, why_opset_stays
 from mha_deploy.graph.ir import infer_shapes
+from mha_deploy.graph.mixed_precision import FP16_MAX, MARGIN
 from mha_deploy.graph.quantize import (
     AttentionLayer,
     EightBits,
@@ -193,10 +194,14 @@ def calibrate(
     format: EightBits,
     method: str,
     on_sample: OnName,
-) -> dict[str, float]:
-    """The scales of what GEMMs and attentions read, by its name, from one pass over the samples."""
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The scales of what GEMMs and attentions read, by its name, from one pass over the samples.
+
+    And the parts that read or write numbers beyond FP16, by name with the largest: there, FP16 is not what
+    eight bits are dequantized to.
+    """
     inputs = {tensor.name for tensor in original.spec.inputs}
-    wanted = sorted({name for each in layers for name in each.activations})
+    wanted = sorted({name for each in layers for name in (*each.activations, each.output)})
     program = FileProgram(original.model, [name for name in wanted if name not in inputs])
     found = {name: Magnitudes() for name in wanted}
     for sample in samples:
@@ -204,8 +209,11 @@ def calibrate(
         values = {**sample.inputs, **program.run(sample.inputs)}
         for name, magnitudes in found.items():
             magnitudes.add(np.asarray(values[name], np.float64))
-    ranges = {name: each.range(method, format) for name, each in found.items()}
-    return {name: float(fp16_scale(most / format.largest)) for name, most in ranges.items()}
+    read = sorted({name for each in layers for name in each.activations})
+    ranges = {name: found[name].range(method, format) for name in read}
+    scales = {name: float(fp16_scale(most / format.largest)) for name, most in ranges.items()}
+    reached = {x.name: max(found[name].largest for name in (*x.activations, x.output)) for x in layers}
+    return scales, {name: most for name, most in reached.items() if most > FP16_MAX / MARGIN}
 
 
 # -- Loss -------------------------------------------------------------------------------------------
@@ -366,6 +374,7 @@ class Compression:
 
     model: ir.Model
     record: LossRecord
+    wide: Mapping[str, float] = field(default_factory=dict)  # parts beyond FP16, and what they reach
 
 
 def quantize(original: Original, options: ExportOptions, on_step: OnName = silent) -> Compression:
@@ -395,7 +404,14 @@ def quantize(original: Original, options: ExportOptions, on_step: OnName = silen
     samples = Samples(original=original, given=given, limit=options.data_limit)
     with graph_code(f"graph {original.name}"):
         chosen_by, held_out, is_held_out = samples.split()
-        scales = calibrate(original, layers, chosen_by, format, options.calibration, on_step)
+        scales, wide = calibrate(original, layers, chosen_by, format, options.calibration, on_step)
+        if wide and len(wide) == len(layers):
+            raise ExportError(
+                "Every GEMM of the model reads or writes numbers beyond FP16.",
+                got="; ".join(f"{name} reaches {most:,.6g}" for name, most in islice(wide.items(), 3)),
+                hint="--precision auto, which keeps them in FP32",
+            )
+        layers = [each for each in layers if each.name not in wide]
         trials, began = Trials(original, layers, scales, format, chosen_by), time.monotonic()
         alone: dict[str, float | None] = {}
         for each in layers:
@@ -407,7 +423,7 @@ def quantize(original: Original, options: ExportOptions, on_step: OnName = silen
         del trials  # its weights in FP64, before two other models are
         places = {each.name: each.output for each in parts}
         while True:  # what a few samples allow, others may not
-            model = with_quantized(original.model, format, scales, kept, attentions)
+            model = with_quantized(original.model, format, scales, [*wide, *kept], attentions)
             outputs, inside, judged, count = measure_loss(
                 original.model, model, held_out, places, metric, on_step
             )
@@ -440,7 +456,7 @@ def quantize(original: Original, options: ExportOptions, on_step: OnName = silen
             if len(kept) == len(layers):
                 raise _exceeded(record, alone)
     search = [points[number] for number in sorted(points)] if limit is not None else []
-    return Compression(model=model, record=changed(record, search=search))
+    return Compression(model=model, record=changed(record, search=search), wide=wide)
 
 
 def prepared(model: ir.Model) -> ir.Model:
@@ -531,9 +547,9 @@ def original_from_onnx(
 class CompressedSource(OnnxSource):
     """A compressed model: its own file is the source, and its inputs are those of the original."""
 
-    def __init__(self, path: Path, options: ExportOptions, original: Original, record: LossRecord) -> None:
+    def __init__(self, path: Path, options: ExportOptions, original: Original, made: Compression) -> None:
         super().__init__(path, replace(options, precision=AUTO), {}, {})
-        spec = original.spec
+        spec, record = original.spec, made.record
         self.axes = {name: spec.axes.get(name, axis) for name, axis in self.axes.items()}
         self.chosen = original.chosen
         self._before, self.loss = original, record
@@ -543,6 +559,9 @@ class CompressedSource(OnnxSource):
             name, sizes = next(iter(record.outside.items()))
             count = plural(len(record.outside), "sample")
             self.notes.append(f"{count} of {record.data} beyond the axes, not used: {name} has {sizes}")
+        if made.wide:
+            most = f"{max(made.wide.values()):,.6g}"
+            self.notes.append(f"not quantized: {', '.join(made.wide)}, numbers beyond FP16 (up to {most})")
 
     def graph(self, folder: Path) -> ir.Model:
         """The graph; the file that it is made of becomes a part of the bundle."""
@@ -579,4 +598,4 @@ def compressed_bundle(
     with scratch_folder() as folder:
         path = folder / SOURCE
         save_graph(compression.model, path)
-        return export_bundle(CompressedSource(path, options, original, compression.record), target, on_step)
+        return export_bundle(CompressedSource(path, options, original, compression), target, on_step)

@@ -15,6 +15,7 @@ from quantized_models import GEMMS, samples, transformer, weights
 
 import mha_deploy as md
 from mha_deploy.cli import app
+from mha_deploy.errors import ExportError
 from mha_deploy.exporter.compress import CALIBRATIONS, Magnitudes
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.ir import new_initializer
@@ -84,6 +85,21 @@ def test_a_gemm_whose_weight_is_a_copy_is_quantized_and_another_is_counted(model
     sizes = {each: array.size for each, array in weights().items()}
     share = 1 - sizes["up"] / sum(sizes.values())
     assert [(x.compressed, x.share) for x in loss.search] == [(len(quantized), pytest.approx(share))]
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_a_gemm_beyond_fp16_is_not_quantized(tmp_path, name):
+    changed = {"up": weights()["up"] * np.float32(3e5), "down": weights()["down"] / np.float32(3e5)}
+    file = transformer(tmp_path / "large.onnx", changed=changed)
+    bundle = md.export(file, tmp_path / "out", precision=name, data=samples(), **OPTIONS)
+    assert dict(quantized_gemms(load_graph(bundle.model_path))).keys() == set(GEMMS) - {"up", "down"}
+    assert md.validate(bundle, probe=False).passed
+    large = transformer(tmp_path / "all.onnx", changed={each: x * 1e6 for each, x in weights().items()})
+    with pytest.raises(ExportError) as caught:
+        md.export(large, tmp_path / "none", precision=name, data=samples(), **OPTIONS)
+    assert "auto" in caught.value.hint
+    assert not (tmp_path / "none").exists()
 
 
 def test_weights_that_stay_as_they_are_stored_give_the_same_numbers(bundles, model, tmp_path, monkeypatch):
