@@ -346,7 +346,8 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
     Kind.ENGINE_NOT_BUILT: "the engine could not be built: {0.detail}",
     Kind.RANGE_SHRUNK: "{0.names[0]} was requested from {0.numbers[requested_min]:.0f} to "
     "{0.numbers[requested_max]:.0f}, and is exported from {0.numbers[min]:.0f} to {0.numbers[max]:.0f}: "
-    "{0.detail}",
+    "{0.detail}; let forward() take the size from its inputs, or accept it with --axis "
+    "{0.names[0]}={0.numbers[min]:.0f}",
     Kind.ENGINE_GONE: "engine {0.place.engine} was built from this bundle and is not here",
     Kind.ENGINE_NOT_RUN: "engine {0.place.engine} was built and inspected, but not run: {0.detail}",
     Kind.ENGINE_NOT_CONFIRMED: "fusion and precision of engine {0.place.engine} are not verified: it did not "

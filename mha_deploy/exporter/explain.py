@@ -323,7 +323,7 @@ def explain_failure(error: Exception, name_of: SizeNames, trace_again: Callable[
         axes, places = " and ".join(constants), listener.places
         sizes = [(places.get(axis, ""), f"{axis}={size}") for axis, size in constants.items()]
         always = [f"{place}traced at {size}, it is a constant" for place, size in sizes]
-        what = f"The module works for one size of {axes} only."
+        what = f"The trace of the module holds for one size of {axes} only."
         hint = f"fix {axes} to one size, or let the module take it from its inputs"
         return ExportError(what, got="; ".join(always), hint=hint)
     return _not_for_all_sizes(text, name_of, listener.places)

@@ -201,6 +201,7 @@ def conclude(
         manifest = report.bundle.manifest
         gone = (*report.gone, *report.foreign)
         missing = find_uncovered(judged, report.engines, manifest.spec.axes, gone, manifest.observed)
+        missing = (*shrunk_gaps(manifest), *missing)
         more = [each.name for each in report.subjects if each.not_judged]
         gaps = [Gap(kind=Kind.OUTPUTS_NOT_JUDGED, name=name) for name in more]
         missing += tuple(msgspec.structs.replace(gap, text=gap_text(gap)) for gap in gaps)
@@ -334,6 +335,17 @@ def shrunk_findings(manifest: Manifest) -> Iterator[Finding]:
         about: dict[str, Any] = {"numbers": {**numbers, "min": each.min, "max": each.max}}
         about |= {"names": (each.axis,), "detail": each.reason}
         yield _found(Severity.WARNING, Section.COVERAGE, Kind.RANGE_SHRUNK, **about)
+
+
+def shrunk_gaps(manifest: Manifest) -> Iterator[Gap]:
+    """The sizes that were requested of the export, and that the bundle does not have."""
+    for each in manifest.shrunk:
+        below, above = (each.requested_min, each.min - 1), (each.max + 1, each.requested_max)
+        for end, (least, most) in zip(_ENDS, (below, above), strict=True):
+            if least <= most:
+                about: dict[str, Any] = {"axis": each.axis, "end": end, "least": least, "most": most}
+                gap = Gap(kind=Kind.SIZES_NOT_COVERED, **about)
+                yield msgspec.structs.replace(gap, text=gap_text(gap))
 
 
 def find_uncovered(
@@ -481,7 +493,10 @@ def _headline(
                 parts.append(f"{ratio:.2f} × the speed of the best PyTorch ({best.name})")
     sizes = [gap.text for gap in missing if gap.kind is not Kind.NOT_RUN]
     if len(sizes) > _SHOWN_MISSING:
-        parts.append(f"not covered: {len(sizes)} items")
+        requested = [gap.text for gap in shrunk_gaps(report.bundle.manifest)]
+        more = len(sizes) - len(requested)
+        items = [plural(more, "more item" if requested else "item")] if more else []
+        parts.append(f"not covered: {', '.join(requested + items)}")
     elif sizes:
         parts.append(f"not covered: {', '.join(sizes)}")
         if all(gap.kind is not Kind.ATTENTION_NOT_OBSERVED for gap in missing):  # the note has what to try

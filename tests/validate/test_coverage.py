@@ -156,6 +156,20 @@ def test_the_report_lists_what_was_not_run(narrow):
     assert "not covered: " in report.headline
 
 
+@pytest.mark.parametrize("required", [False, True])
+def test_sizes_that_were_requested_and_not_exported_are_not_covered(narrow, tmp_path, required):
+    folder = copy_of(open_bundle(narrow), tmp_path / "bundle")
+    axis = open_bundle(folder).manifest.spec.axes["S"]
+    asked = {"requested_min": axis.min, "requested_max": axis.max + 9, "min": axis.min, "max": axis.max}
+    edit_manifest(folder, lambda data: data.update(shrunk=[{"axis": "S", "reason": "made by hand", **asked}]))
+    report = md.validate(folder, latency=False, probe=False, require_coverage=required)
+    lost = (axis.max + 1, axis.max + 9)
+    gap = next(gap for gap in report.to_dict()["verdict"]["not_verified"] if gap.get("least") == lost[0])
+    assert (gap["axis"], gap["most"]) == ("S", lost[1])
+    assert gap["text"] in report.headline, "however many others there are"
+    assert report.passed is not required
+
+
 class ScaledByLength(nn.Module):
     """Whose scale is a number of Python that follows the length: it cannot vary in a graph."""
 
@@ -176,3 +190,6 @@ def test_a_range_that_shrank_at_export_is_a_finding(tmp_path):
     assert found.level is Severity.WARNING
     assert found.names == ("S",)
     assert found.numbers == {"requested_min": 2, "requested_max": 40, "min": 16, "max": 16}
+    spans = [gap.spans.get("S") for gap in report.validation.not_verified]
+    assert spans[:2] == [(2, 15), (17, 40)]
+    assert "--axis S=16" in found.text
