@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise, product
 from pathlib import Path
 from zlib import crc32
 
@@ -46,7 +46,7 @@ from mha_deploy.exporter.samples import sample_case, sample_parts
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph, with_outputs
 from mha_deploy.graph.fuse import from_old_opset
-from mha_deploy.graph.ir import constant_ints, infer_shapes, is_op, node_name, nodes_behind
+from mha_deploy.graph.ir import constant_ints, infer_shapes, input_at, is_op, made_by, node_name, nodes_behind
 from mha_deploy.graph.roles import RANDOM
 from mha_deploy.graph.valid import inline_functions
 from mha_deploy.model.precision import PRECISIONS, find_precision
@@ -64,7 +64,10 @@ _LARGEST_ERROR = 0.25
 _LAYERS_BYTES = 1 << 30
 _MOST_HALVED = 4  # times that drawn numbers are halved
 _TOKEN_AXES = ("S", "tokens", "new_tokens")  # names for the axis of a token that comes alone
-_LARGEST_TIE, _MOST_TIES = 256, 8  # sizes of weights that an axis is tried at
+_LARGEST_TIE, _MOST_TIES = 256, 8  # sizes of weights, or in a Reshape, that an axis is tried at
+
+# What it writes, "?" where that is computed, and the sizes of axes at which the file runs
+_FixedReshape = tuple[ir.Node, tuple[int | str, ...], dict[str, int]]
 
 
 class _Extreme(ExportError):
@@ -343,17 +346,12 @@ class OnnxSource(ExportSource):
         except BackendUnavailable:
             raise  # ONNX Runtime cannot run the file at any size
         except DeployError as error:
-            what, got = "The file does not run at these sizes.", f"{sizes_name(sizes)}: {error.in_one_line}"
             hint = "--axis NAME=N for an axis that is fixed in the file, --input NAME=FILE.npy"
-            fixed = None if isinstance(error, RuntimeCrash) else _fixed_reshape(self._typed, self.axes)
-            if fixed is not None:
-                node, written, found = fixed
-                what = "The file does not run at these sizes: it has a Reshape to fixed sizes."
-                got = f"Reshape {node_name(node)} to [{', '.join(map(str, written))}]; at {got}"
-                chosen = " ".join(f"--axis {name}={size}" for name, size in found.items()) or "--axis NAME=N"
-                hint = f"{chosen}, or write the file again with dynamic sizes in its Reshape"
-            hint = error.hint if isinstance(error, RuntimeCrash) else hint
-            raise ExportError(what, got=got, hint=hint) from error
+            raise ExportError(
+                "The file does not run at these sizes.",
+                got=f"{sizes_name(sizes)}: {error.in_one_line}",
+                hint=error.hint if isinstance(error, RuntimeCrash) else hint,
+            ) from error
 
     def _fails(self) -> ExportError | None:
         """Why the file does not run where axes differ, in either order of their sizes; None where it does."""
@@ -406,10 +404,46 @@ class OnnxSource(ExportSource):
     def run_at_sizes(self) -> list[tuple[dict[str, int], Arrays]]:
         """What the file gives at several sizes of its axes; refuses a file that does not run there."""
         self._tie_axes()
-        measured = [self._run_at(start) for start in (0, 1)]
+        try:
+            measured = [self._run_at(start) for start in (0, 1)]
+        except ExportError as error:
+            if isinstance(error.__cause__, RuntimeCrash):
+                raise
+            fixed = _fixed_reshape(self._typed, self.axes) or self._partly_fixed_reshape()
+            if fixed is None:
+                raise
+            node, written, found = fixed
+            chosen = " ".join(f"--axis {name}={size}" for name, size in found.items()) or "--axis NAME=N"
+            raise ExportError(
+                "The file does not run at these sizes: it has a Reshape to fixed sizes.",
+                got=f"Reshape {node_name(node)} to [{', '.join(map(str, written))}]; at {error.got}",
+                hint=f"{chosen}, or write the file again with dynamic sizes in its Reshape; "
+                "torch.onnx.export does so with dynamo=True and dynamic_shapes",
+            ) from error.__cause__
         with suppress(ExportError):  # sizes that the user chose may have to agree
             measured.append(self._run_at(0, reverse=True))
         return measured
+
+    def _partly_fixed_reshape(self) -> _FixedReshape | None:
+        """The first Reshape to fixed and computed sizes that an axis explains: the file runs at that size."""
+        numbers = dict[int, tuple[ir.Node, tuple[int | str, ...]]]()
+        for node in self._typed.graph:
+            sizes = made_by(input_at(node, 1), "Concat") if is_op(node, "Reshape") else None
+            if sizes is not None:
+                parts = (constant_ints(sizes, at) or ("?",) for at in range(len(sizes.inputs)))
+                written = tuple[int | str, ...](chain.from_iterable(parts))
+                fixed = (each for each in written if isinstance(each, int) and 1 < each <= _LARGEST_TIE)
+                for number in fixed:
+                    numbers.setdefault(number, (node, written))
+        before, axes = (self.dims, self.axes), [name for name in self.axes if self.axes[name].is_dynamic]
+        try:
+            for (number, (node, written)), name in product(list(numbers.items())[:_MOST_TIES], axes):
+                self.dims, self.axes = _tied(*before, {name: number})
+                if self._fails() is None:
+                    return node, written, {name: number}
+        finally:
+            self.dims, self.axes = before
+        return None
 
     def _output_dims(self) -> dict[str, tuple[Dim, ...]]:
         """The dimensions of the outputs as sums of axes and numbers, found by running the file."""
@@ -589,12 +623,14 @@ def _named_axes(
     return dims, axes
 
 
-def _fixed_reshape(model: ir.Model, axes: Axes) -> tuple[ir.Node, tuple[int, ...], dict[str, int]] | None:
+def _fixed_reshape(model: ir.Model, axes: Axes) -> _FixedReshape | None:
     """The first Reshape that holds at some sizes of the axes only: what it writes, and which these are."""
     fixed = {name: axis.opt for name, axis in axes.items() if not axis.is_dynamic}
     for node in model.graph:
-        taken, written = node.inputs[0] if node.inputs else None, constant_ints(node, 1)
-        if not is_op(node, "Reshape") or taken is None or taken.shape is None or written is None:
+        if not is_op(node, "Reshape"):
+            continue
+        taken, written = node.inputs[0], constant_ints(node, 1)
+        if taken is None or taken.shape is None or written is None:
             continue
         dims = [size if isinstance(size, int) else str(size.value) for size in taken.shape]
         free = [dim for dim in dims if isinstance(dim, str) and dim not in fixed]

@@ -232,6 +232,28 @@ def test_a_file_that_was_made_for_one_size_says_so(tmp_path):
     assert [tensor.dims for tensor in bundle.manifest.spec.outputs] == [(2, 6)]
 
 
+def test_a_reshape_to_a_fixed_and_computed_sizes_is_named_with_the_size_at_which_the_file_runs(tmp_path):
+    text = """<ir_version: 9, opset_import: ["" : 18]>
+    fixed (float[B, S, 8] x) => (float[U, V, W] y)
+    <int64[1] length = {16}, int64[1] last = {-1}, float low = {0.0}, float high = {9.0}> {
+        large = Greater(x, high)
+        kept = Where(large, low, x)
+        batch = Shape <start = 0, end = 1>(x)
+        shape = Concat <axis = 0>(batch, length, last)
+        [the_node] y = Reshape(kept, shape)
+    }"""
+    model = onnx.parser.parse_model(text)
+    low = next(each for each in model.graph.initializer if each.name == "low")
+    low.CopyFrom(onnx.numpy_helper.from_array(np.array(-np.inf, "f"), "low"))  # the parser knows no infinity
+    onnx.save(model, tmp_path / "fixed.onnx")
+    for axes in (None, {"S": "1:8:64"}):
+        with pytest.raises(md.DeployError) as caught:
+            md.import_onnx(tmp_path / "fixed.onnx", tmp_path / "bundle", axes=axes)
+        assert "Reshape the_node to [?, 16, -1]" in caught.value.got
+        assert 'axes={"S": "16"' in caught.value.hint
+    assert md.import_onnx(tmp_path / "fixed.onnx", tmp_path / "bundle", axes={"S": "16"}, golden=("opt",))
+
+
 def test_an_old_opset_is_refused(file, tmp_path):
     model = onnx.load(file)
     model.opset_import[0].version = 6
