@@ -214,8 +214,8 @@ class Language(Enum):
 
 
 _WEIGHTS = {
-    Language.COMMAND_LINE: "give real weights (--weights), or scale those that the factory makes",
-    Language.PYTHON: "give real weights (weights=), or scale those that the factory makes",
+    Language.COMMAND_LINE: "use real weights (--weights), or scale those that the factory creates",
+    Language.PYTHON: "use real weights (weights=), or scale those that the factory creates",
 }
 _HINTS: Mapping[Kind, Mapping[Language, str]] = dict.fromkeys(
     (Kind.ORACLE_ZERO, Kind.ORACLE_SUBNORMAL, Kind.MODULE_ZERO, Kind.ORACLE_CONSTANT, Kind.ORACLE_REPEATS),
@@ -248,7 +248,7 @@ def gap_text(gap: Gap) -> str:
         why = (
             f"the outputs do not show: {', '.join(gap.hidden)}"
             if gap.hidden
-            else "not known if outputs show it"
+            else "unknown whether outputs show it"
         )
         return f"{gap.attention} in {gap.name} ({why})"
     if gap.kind is Kind.OUTPUTS_NOT_JUDGED:
@@ -301,9 +301,10 @@ def _about_decoding(finding: Finding) -> str:
 def _about_profiles(finding: Finding) -> str:
     if finding.numbers["judged"]:
         return (
-            f"{finding.place.runner} was not run on {', '.join(finding.names)}: it does not take their sizes"
+            f"{finding.place.runner} was not run on {', '.join(finding.names)}: it does not support their "
+            f"sizes"
         )
-    return f"{finding.place.runner} was compared with nothing: it takes the sizes of no case"
+    return f"{finding.place.runner} was not compared: it supports the sizes of no case"
 
 
 def _about_gaps(finding: Finding) -> str:
@@ -321,7 +322,7 @@ def _about_requests(finding: Finding) -> str:
     if finding.kind is Kind.REQUESTS_NOT_SENT:
         answered = f"{count['answered']:.0f} of {count['requests']:.0f} requests"
         return f"{clients}: the limit of {count['limit_s']:g} s was reached after {answered}"
-    left = f"; {count['unsent']:.0f} were not sent any more" if count["unsent"] else ""
+    left = f"; {count['unsent']:.0f} were not sent" if count["unsent"] else ""
     failed = f"{count['failed']:.0f} of {count['requests']:.0f} requests failed"
     return f"{clients}: {failed} ({', '.join(finding.names)}){left}: {finding.detail}"
 
@@ -340,29 +341,29 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
     Kind.NOT_DECODED: "{0.place.runner} decoded no tokens: {0.detail}",
     Kind.WRONG_DECODING: _about_decoding,
     Kind.UNVERIFIED_DECODING: _about_decoding,
-    Kind.NOT_INVARIANT: "{0.place.runner}: {0.place.check} changes the answer ({0.place.case}, {0.detail})",
-    Kind.RUNTIME_FAILED: "{0.place.runner} fits this machine and failed to run the model: {0.detail}",
+    Kind.NOT_INVARIANT: "{0.place.runner}: {0.place.check} changes the result ({0.place.case}, {0.detail})",
+    Kind.RUNTIME_FAILED: "{0.place.runner} should run here, but failed to run the model: {0.detail}",
     Kind.NO_ENGINE: "there is no engine to judge ({0.detail}): run build-engine, once the graph is right",
     Kind.ENGINE_NOT_BUILT: "the engine could not be built: {0.detail}",
     Kind.RANGE_SHRUNK: "{0.names[0]} was requested from {0.numbers[requested_min]:.0f} to "
     "{0.numbers[requested_max]:.0f}, and is exported from {0.numbers[min]:.0f} to {0.numbers[max]:.0f}: "
     "{0.detail}; let forward() take the size from its inputs, or accept it with --axis "
     "{0.names[0]}={0.numbers[min]:.0f}",
-    Kind.ENGINE_GONE: "engine {0.place.engine} was built from this bundle and is not here",
+    Kind.ENGINE_GONE: "engine {0.place.engine} was built from this bundle, but is missing",
     Kind.ENGINE_NOT_RUN: "engine {0.place.engine} was built and inspected, but not run: {0.detail}",
     Kind.ENGINE_NOT_CONFIRMED: "fusion and precision of engine {0.place.engine} are not verified: it did not "
     "run here, and only TensorRT can read its plan",
     Kind.FOREIGN_ENGINE: "{0.place.engine} in engines/ has no manifest of this tool, and was skipped; judge "
     "it with --engine-file",
     Kind.OUTPUTS_NOT_JUDGED: lambda finding: (
-        f"{finding.place.runner} has outputs that the bundle knows nothing of: {', '.join(finding.names)}"
+        f"{finding.place.runner} has outputs that are not in the bundle: {', '.join(finding.names)}"
     ),
     Kind.ATTENTION_CHANGED: lambda finding: (
-        f"{finding.place.runner} has another attention than the bundle: {finding.detail} "
+        f"{finding.place.runner} has an attention that differs from the bundle: {finding.detail} "
         f"({summarize_names(finding.names)})"
     ),
     Kind.OTHER_WEIGHTS: lambda finding: (
-        f"{finding.place.runner} has other weights than the bundle, and so is another model: "
+        f"{finding.place.runner} has different weights than the bundle, so it is another model: "
         f"{len(finding.names)} of {finding.numbers['weights']:.0f} weights of the bundle are not in it "
         f"({summarize_names(finding.names)}); export the bundle with its weights, or the graph with the "
         "bundle's"
@@ -374,7 +375,7 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
     Kind.OTHER_BUNDLE: "the server serves another bundle (manifest {0.names[0]:.16}…, not "
     "{0.names[1]:.16}…): package this one, or validate the bundle that is served",
     Kind.DEMAND_NOT_CHECKED: "{0.names[0]} was not measured: {0.numbers[wanted]:g} is required",
-    Kind.LOSS: "{0.detail} costs {0.numbers[loss]:.2g} of the original (relative L2 of output {0.names[0]}), "
+    Kind.LOSS: "{0.detail} has a loss of {0.numbers[loss]:.2g} (relative L2 of output {0.names[0]}), "
     "limit {0.numbers[limit]:g}",
     Kind.WRONG_ON_DATA: _about_data,
     Kind.DATA_NOT_VERIFIED: _about_data,
@@ -383,7 +384,7 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
     Kind.GRAPH_NOT_FUSED: _about_graph,
     Kind.ENGINE_NOT_FUSED: "engine {0.place.engine}: {0.detail}",
     Kind.ENGINE_PRECISION: "engine {0.place.engine}: {0.detail}",
-    Kind.NARROWED: "engine {0.place.engine} multiplies {0.numbers[matmuls]:.0f} matmuls in fewer bits than "
+    Kind.NARROWED: "engine {0.place.engine} computes {0.numbers[matmuls]:.0f} matmuls in fewer bits than "
     "the graph",
     Kind.OUTSIDE_PROFILES: _about_profiles,
     Kind.FAULT: "at fault: {0.names[0]}. {0.detail}",
