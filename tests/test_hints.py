@@ -20,7 +20,12 @@ from mha_deploy.options import in_python
 SOURCE = Path(md.__file__).parent
 FLAG = re.compile(r"(?<![\w-])--[a-z](?:[\w-]*[a-wyz\d])?(?![\w-])")  # X: a part that is filled in
 OTHER_PROGRAM = re.compile(r"`?\b(?:trtexec|hf download|pip install|cmake)\b[^`,;]*")
-OF_OTHERS = {"use_cache", "experts_implementation", "extra_options"}  # of Transformers and ONNX Runtime
+OF_OTHERS = {
+    "use_cache",
+    "experts_implementation",
+    "extra_options",
+    "dynamo",
+}  # of Transformers, ONNX Runtime, PyTorch
 ONLY_TYPED = {"--no-report"}  # of the command line: Python writes no report by itself
 
 
