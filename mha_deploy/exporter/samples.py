@@ -14,6 +14,7 @@ from mha_deploy.bundle.cases import Arrays, Baseline
 from mha_deploy.model.precision import Precision
 from mha_deploy.rounding import accumulation_roundoff, accumulations, nearest, rounded, sample_count
 
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _LONG_S = 0.02  # of a run: several short ones at once would wait for Python's lock
 
 T = TypeVar("T")
@@ -66,8 +67,10 @@ class RoundingMode:
 
     def factor(self, number: float) -> float:
         """A factor of what was rounded, as this sample has it."""
-        bits = self._factor_bits
-        return number if bits is None else float(nearest(np.array([number], np.float64), bits)[0])
+        if self._factor_bits is None:
+            return number
+        near = float(nearest(np.array([number], np.float64), self._factor_bits)[0])
+        return near if abs(near) <= _FLOAT32_MAX else number  # the lowest number, which hides keys
 
 
 Mode = TypeVar("Mode", bound=RoundingMode)

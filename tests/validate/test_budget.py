@@ -825,3 +825,5 @@ def test_a_factor_that_the_precision_does_not_have_may_be_rounded_or_not(make_mo
     assert judged(0.2213594 + 5 * (near - 0.2213594)).is_wrong
     # What nothing has rounded, such as a position in float32, has its factor as it is.
     assert run(feeds, make_mode(FP16, 2))["angle"] == pytest.approx(oracle["angle"], rel=1e-6)
+    lowest = float(np.finfo(np.float32).min)
+    assert make_mode(FP16, 2).factor(lowest) == lowest  # rounded, it would be infinite in float32
