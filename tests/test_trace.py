@@ -226,11 +226,12 @@ def test_a_dynamic_cache_needs_prompts_of_one_length():
 
 
 def test_a_layer_that_cannot_begin_with_an_empty_cache_is_refused():
-    steps_refused(layer("dynamic", P=Axis(min=1, opt=8, max=63)), [3, 3], 1, "Axis P")
+    refusal = steps_refused(layer("dynamic", P=Axis(min=1, opt=8, max=63)), [3, 3], 1, "Axis P")
+    assert "P=0:8:63" in refusal, "no other steps help, but another export"
 
 
 def test_a_layer_that_takes_no_single_token_is_refused():
-    steps_refused(layer(S=Axis(min=2, opt=16, max=64)), [3, 3], 1, "Axis S")
+    assert "S=1:16:64" in steps_refused(layer(S=Axis(min=2, opt=16, max=64)), [3, 3], 1, "Axis S")
 
 
 def test_other_sizes_than_the_axes_are_refused():

@@ -22,7 +22,17 @@ from mha_deploy.bundle.manifest import GoldenEntry, Source
 from mha_deploy.errors import BundleError, DeployError, ExportError
 from mha_deploy.files import LARGEST_TEXT, open_regular, refuse_duplicates
 from mha_deploy.model.precision import PRECISIONS, Precision
-from mha_deploy.model.spec import CACHE_TENSORS, CACHES, FLOAT, INT32, LENGTHS, KVCache, ModelSpec, TensorSpec
+from mha_deploy.model.spec import (
+    CACHE_TENSORS,
+    CACHES,
+    FLOAT,
+    INT32,
+    LENGTHS,
+    Axis,
+    KVCache,
+    ModelSpec,
+    TensorSpec,
+)
 from mha_deploy.output import put_file
 from mha_deploy.rounding import accumulations, sample_count
 
@@ -704,9 +714,10 @@ def plan_trace(spec: ModelSpec, steps: int = STEPS) -> PlannedTrace | str:
     if not cache.by_token:
         return f"no trace: no input has the axis {cache.new} of the tokens"
     if spec.axes[cache.new].min > 1:
-        return "no trace: the model does not take single tokens"
+        return f"no trace: the model does not take single tokens; {_export_from(spec, cache.new, 1)}"
     if cache.past is not None and spec.axes[cache.past].min > 0:
-        return f"no trace: the cache cannot be empty, {cache.past} begins at {spec.axes[cache.past].min}"
+        why = f"the cache cannot be empty, {cache.past} begins at {spec.axes[cache.past].min}"
+        return f"no trace: {why}; {_export_from(spec, cache.past, 0)}"
     if cache.room < 2:
         return "no trace: the cache has no room for a second token"
     batch = None if spec.batch is None else spec.axes[spec.batch]
@@ -720,6 +731,12 @@ def plan_trace(spec: ModelSpec, steps: int = STEPS) -> PlannedTrace | str:
         least = min(each.entries for each in cache.tensors if not each.in_order) - longest + _OVERWRITTEN
         steps = min(steps, least if _OVERWRITTEN <= least <= steps else 2 * _OVERWRITTEN)
     return PlannedTrace(name="steps", prompt=tuple(prompts), steps=steps)
+
+
+def _export_from(spec: ModelSpec, name: str, size: int) -> str:
+    """What to try where every decoding needs a size that the model was not exported for."""
+    axis = spec.axes[name]
+    return f"to decode, export it with {name}={Axis(min=size, opt=axis.opt, max=axis.max)}"
 
 
 # -- Whether prompts and steps fit the cache of a model --------------------------------------------
@@ -745,9 +762,11 @@ def check_steps(spec: ModelSpec, prompt: np.ndarray, steps: int) -> KVCache:
         hint = "prompts of one length, or a preallocated cache with positions by batch element"
         raise DeployError(problem, got=got, hint=hint)
     longest = int(prompt.max())
-    sizes = [(spec.batch_name, len(prompt)), (cache.new, longest), (cache.new, 1)]
-    for name, size in sizes if cache.past is None else [*sizes, (cache.past, 0)]:
+    for name, size in ((spec.batch_name, len(prompt)), (cache.new, longest)):
         _check_size(spec, name, size)
+    _check_size(spec, cache.new, 1, always=True)
+    if cache.past is not None:
+        _check_size(spec, cache.past, 0, always=True)
     if longest + steps > cache.room:
         most = cache.room - longest
         hint = f"{most} steps at most" if most > 0 else f"{cache.room} tokens in all at most"
@@ -756,11 +775,13 @@ def check_steps(spec: ModelSpec, prompt: np.ndarray, steps: int) -> KVCache:
     return cache
 
 
-def _check_size(spec: ModelSpec, name: str, size: int) -> None:
+def _check_size(spec: ModelSpec, name: str, size: int, *, always: bool = False) -> None:
+    """Refuse a size that an axis does not have: a chosen one, or one that decoding `always` needs."""
     axis = spec.axes.get(name)
     if axis is not None and not axis.min <= size <= axis.max:
         problem = f"Axis {name} of {spec.name} does not allow these steps."
         hint = f"a size from {axis.min} to {axis.max}, or export it for others"
+        hint = _export_from(spec, name, size) if always else hint
         raise DeployError(problem, got=f"{name}={size}", hint=hint)
 
 

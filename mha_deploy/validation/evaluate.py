@@ -13,7 +13,7 @@ from msgspec import structs
 
 from mha_deploy import judge
 from mha_deploy.analysis.roofline import find_peaks, roofline_bound
-from mha_deploy.bundle.cases import DecodeTrace, GoldenCase
+from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, plan_trace
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.judge import OutputVerdict, ParityReport
@@ -324,7 +324,9 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnName = silent) -
                 outside.append(trace.name)
         why_not = None
         if not decoded and plan.spec.kv_cache is not None and plan.cases:  # else it is only timed
-            why_not = "its profiles take no trace" if plan.traces else "the bundle has no trace"
+            planned = plan_trace(plan.spec)
+            none = planned if isinstance(planned, str) else "the bundle has no trace"
+            why_not = "its profiles take no trace" if plan.traces else none
         wrong = [verdict for report in parity for verdict in report.verdicts if verdict.is_wrong]
         wrong += [failure for report in decoded for failure in report.failures if failure.is_wrong]
         failures = [f"{each.case}/{each.output}: {each.problem}" for each in wrong]

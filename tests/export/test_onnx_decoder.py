@@ -6,7 +6,7 @@ import pytest
 from onnx import numpy_helper
 
 import mha_deploy as md
-from mha_deploy.status import Outcome
+from mha_deploy.status import Kind, Outcome
 
 CAUSAL = "seen = LessOrEqual (cols, rows)"
 FORWARD = {"many": ("S", "total"), "one": ("1", "P + 1"), "one in a past of": ("1", "past_length + 1")}
@@ -75,3 +75,13 @@ def test_what_only_looks_like_a_cache_is_no_failure(tmp_path):
     bundle = md.import_onnx(file, tmp_path / "bundle", golden=["opt"], precision="fp32")
     assert not bundle.manifest.traces
     assert any("no trace" in note for note in bundle.manifest.notes)
+
+
+def test_a_cache_that_never_is_empty_is_not_decoded_and_the_warning_has_what_to_export(tmp_path):
+    axes = {"S": "1:4:8", "P": "2:8:63"}
+    file = decoder(tmp_path / "late.onnx")
+    bundle = md.import_onnx(file, tmp_path / "bundle", axes=axes, golden=["opt"], precision="fp32")
+    report = md.validate(bundle, latency=False, probe=False)
+    (found,) = [each for each in report.findings if each.kind is Kind.NOT_DECODED]
+    assert "P=0:8:63" in found.text
+    assert any("P=0:8:63" in note for note in bundle.manifest.notes)

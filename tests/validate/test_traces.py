@@ -46,8 +46,8 @@ def test_the_room_is_that_of_single_tokens_to_the_end(spec, room):
     [
         (with_axes("tiny-dynamic", P="0"), "no room for a second token"),
         (with_axes("tiny-preallocated", T="1", S="1"), "no room for a second token"),
-        (with_axes("tiny-dynamic", P="1:24:63"), "the cache cannot be empty, P begins at 1"),
-        (with_axes("tiny-preallocated", S="2:4:8"), "does not take single tokens"),
+        (with_axes("tiny-dynamic", P="1:24:63"), "export it with P=0:24:63"),
+        (with_axes("tiny-preallocated", S="2:4:8"), "export it with S=1:4:8"),
     ],
     ids=["P=0", "T=1", "P from 1", "S from 2"],
 )
