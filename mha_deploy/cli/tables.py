@@ -684,7 +684,7 @@ def bisection_renderable(found: Bisection) -> RenderableType:
         return Group(head(found.outcome, words), Text(f"{found.model} on {found.backend}, {runs}"))
     where = f"{found.model} on {found.backend}, case {found.case}, {runs}, against {found.reference}"
     lines = [f"wrong output: {found.wrong}"]
-    if found.attentions:
+    if found.first_wrong or found.last_right:
         last = f"the last right one is {found.last_right}" if found.last_right else "there is none before it"
         first = found.first_wrong or "none: the fault is after the last attention"
         lines.append(f"first wrong attention of {found.attentions}: {first} ({last})")

@@ -251,7 +251,7 @@ class Bisection(Struct, frozen=True, kw_only=True):
     case: str  # the golden case that was looked into
     # What is wrong with the whole; None where it is right, and then nothing was looked for
     wrong: str | None = None
-    attentions: int  # how many attentions the bundle knows
+    attentions: int  # how many attentions can be compared
     last_right: str | None = None  # the last attention that is right, if any is
     first_wrong: str | None = None  # the first that is wrong, if any is
     first_node: Suspect | None = None  # the first node whose result is wrong
@@ -316,17 +316,18 @@ def bisect_bundle(
     if whole is None:
         return found
     reference = reference_of(search.case)
-    last_right, first = search.attentions()
-    bad = search.values[first.output] if first is not None else whole.output
+    last_right, first = search.attentions(reference, whole)
+    bad = whole.output if first is None else search.values[first.name]
     good = [] if last_right is None else [search.values[last_right]]
     node, unseen = None, list[str]()
     if reference.doubt is None:
-        node, unseen = search.nodes(bad, good, first or whole, reference.values)
+        node, unseen = search.nodes(bad, good, first or _wrong_value(whole), reference.values)
     return structs.replace(
         found,
         wrong=f"{whole.output}: {whole.problem}",
+        attentions=len(search.values),
         last_right=last_right,
-        first_wrong=first.output if first else None,
+        first_wrong=first.name if first else None,
         first_node=node,
         unseen=tuple(unseen),
         runs=search.runs,
@@ -345,6 +346,18 @@ def case_to_bisect(bundle: Bundle) -> GoldenCase:
 
 def _value_names(model: ir.Model) -> set[str]:
     return {str(value.name) for node in model.graph for value in node.outputs}
+
+
+class _WrongValue(NamedTuple):
+    """An output or an attention that is wrong."""
+
+    name: str
+    problem: str | None
+    limit: float | None  # the largest relative error that would be right
+
+
+def _wrong_value(verdict: OutputVerdict) -> _WrongValue:
+    return _WrongValue(verdict.output, verdict.problem, (verdict.budget or {}).get("relative_l2"))
 
 
 class _FaultSearch:
@@ -377,7 +390,7 @@ class _FaultSearch:
                 self.on_step(Step("case", case.name))
                 judged = judge.judge_case(case, runner.run(case.inputs), self.precision)
                 if (wrong := next((each for each in judged if each.is_wrong), None)) is not None:
-                    if case is not self.case:  # the attentions of others are not known
+                    if case is not self.case:  # the bundle does not have the attentions of others
                         self.case, self.layers = case, None
                     return wrong
         return None
@@ -395,26 +408,38 @@ class _FaultSearch:
         except LoweringError:
             return None
 
-    def attentions(self) -> tuple[str | None, OutputVerdict | None]:
-        """The last attention that is right, and the verdict on the first that is wrong."""
+    def attentions(
+        self, reference: TrustedValues, whole: OutputVerdict
+    ) -> tuple[str | None, _WrongValue | None]:
+        """The last attention that is right, and the first that is wrong."""
+        wanted, limit = dict[str, np.ndarray](), _wrong_value(whole).limit
+        if self.layers is None:  # the values of this case are not in the bundle
+            wanted = {} if reference.doubt else reference.values(list(self.values.values()))
+            self.values = {name: value for name, value in self.values.items() if value in wanted}
+
+        def wrong(name: str, got: np.ndarray) -> _WrongValue | None:
+            if self.layers is None:
+                problem = _problem(got, wanted[self.values[name]].astype(np.float64), limit)
+                return None if problem is None else _WrongValue(name, problem, limit)
+            (found,) = _judge_layers(self.layers, {name: got}, self.precision)
+            return _wrong_value(found) if found.is_wrong else None
+
         last_right, first_wrong, untried = None, None, list(self.values.items())
-        while self.layers is not None and untried:
+        while untried:
             middle = (len(untried) - 1) // 2
             name, value = untried[middle]
             self.on_step(Step("attention", name))
             got = self.value(value)
             if got is None:
                 del untried[middle]
-                continue
-            (found,) = _judge_layers(self.layers, {name: got}, self.precision)
-            if found.is_wrong:
+            elif (found := wrong(name, got)) is not None:
                 first_wrong, untried = found, untried[:middle]
             else:
                 last_right, untried = name, untried[middle + 1 :]
         return last_right, first_wrong
 
     def nodes(
-        self, bad: str, good: Sequence[str], verdict: OutputVerdict, reference: ReferenceValues
+        self, bad: str, good: Sequence[str], wrong: _WrongValue, reference: ReferenceValues
     ) -> tuple[Suspect | None, list[str]]:
         """Halve what lies between values that are right and one that is wrong."""
         graph = self.model.graph
@@ -424,7 +449,7 @@ class _FaultSearch:
         results = {node: str(node.outputs[0].name) for node in suspects if node.outputs}
         known = [node for node in results if results[node] in self.shared]
         wanted = reference([results[node] for node in known if node.outputs[0].dtype in _FLOATS])
-        problems = {suspects[-1]: verdict.problem} if suspects else {}
+        problems = {suspects[-1]: wrong.problem} if suspects else {}
         untried = [node for node in suspects[:-1] if results.get(node) in wanted]
         while untried:
             node = untried[len(untried) // 2]
@@ -432,8 +457,7 @@ class _FaultSearch:
             if (got := self.value(results[node])) is None:
                 untried.remove(node)
                 continue
-            limit = (verdict.budget or {}).get("relative_l2")
-            found = _problem(got, wanted[results[node]].astype(np.float64), limit)
+            found = _problem(got, wanted[results[node]].astype(np.float64), wrong.limit)
             inside = set(nodes_behind(node.outputs[:1]))
             if found is not None:
                 problems[node] = found

@@ -17,7 +17,7 @@ from onnx import numpy_helper
 
 import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
-from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.file import load_graph, with_outputs
 from mha_deploy.graph.lower import lower
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.child import isolation
@@ -232,6 +232,27 @@ def test_the_first_case_that_is_wrong_is_looked_into(bundles):
 
     found = bisect_bundle(bundle, "faulty", faulty, lambda case: reference_for(bundle, case, "faulty"))
     assert (found.outcome, found.case == usual.name) == ("failed", False)
+
+
+def test_attentions_are_judged_on_the_case_that_is_wrong(own_bundles, broken, monkeypatch):
+    """As with a window that only long contexts show: the attentions of the usual case are right."""
+    bundle = own_bundles()
+    usual, wrong_graph = case_to_bisect(bundle), load_graph(broken(scale_off(ATTENTIONS[1])).model_path)
+    monkeypatch.setattr("mha_deploy.validation.fault.can_import", lambda name: False)
+
+    @contextmanager
+    def faulty(model):
+        wrong = with_outputs(wrong_graph, [value.name for value in model.graph.outputs])
+        with open_runner("ort-cpu", model) as right, open_runner("ort-cpu", wrong) as other:
+            yield SimpleNamespace(run=lambda feeds: (right if is_usual(feeds) else other).run(feeds))
+
+    def is_usual(feeds):
+        return all(feeds[name].shape == array.shape for name, array in usual.inputs.items())
+
+    found = bisect_bundle(bundle, "faulty", faulty, lambda case: reference_for(bundle, case, "faulty"))
+    assert found.case != usual.name
+    assert (found.last_right, found.first_wrong) == (ATTENTIONS[0], ATTENTIONS[1])
+    assert found.first_node.node == ATTENTIONS[1]
 
 
 def test_one_of_our_own_layers(bundles, tmp_path):
