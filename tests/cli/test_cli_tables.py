@@ -213,7 +213,12 @@ def test_doctor_reports_how_to_install_what_is_missing(run_cli, monkeypatch):
     from mha_deploy import environment as doctor
 
     absent = doctor.RuntimePackage(
-        name="Unavailable", module="surely_absent", packages=(), gives="export", install='pip install "x[y]"'
+        name="Unavailable",
+        module="surely_absent",
+        packages=(),
+        gives="export",
+        verb="export",
+        install='pip install "x[y]"',
     )
     monkeypatch.setattr(doctor.examine, "__defaults__", ((absent,),))
     done = run_cli("doctor")
