@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from mha_deploy.errors import ExportError, SpecError, nearest
-from mha_deploy.files import check_plain, read_regular
+from mha_deploy.files import check_plain, read_json, read_regular
 from mha_deploy.model.layer import AttentionSpec
 
 if sys.version_info >= (3, 11):
@@ -63,7 +63,7 @@ def refuse_what_is_no_model(model: str) -> None:
         )
         raise SpecError("This is the folder of a checkpoint.", got=model, hint=hint)
     if (path / "manifest.json").is_file():
-        hint = f"mha-deploy validate {model}, or build-engine"
+        hint = f"{_source_of_bundle(path)}; a bundle is for mha-deploy validate {model}, or build-engine"
         raise SpecError("This is a bundle: it is exported already.", got=model, hint=hint)
     if path.is_file():
         hint = "a name from `mha-deploy models`, a .toml or an .onnx file, or file.py:factory"
@@ -74,6 +74,18 @@ def refuse_what_is_no_model(model: str) -> None:
         raise SpecError("This file is not a model by itself.", got=model, hint=hint)
     if _HUB_NAME.fullmatch(model) and not path.parent.is_dir():
         raise SpecError("This is not a model on this machine.", got=model, hint=how_to_download(model))
+
+
+def _source_of_bundle(folder: Path) -> str:
+    """The model that a bundle was exported from, as a user would name it; of a bundle that may be damaged."""
+    try:
+        manifest = read_json(folder / "manifest.json")
+        spec, computed = manifest["spec"], manifest["golden"][0]["source"]
+        name, factory = str(spec["name"]), str(spec.get("factory") or "")
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return "the model that it was exported from"
+    file = f"{name}.onnx" if computed == "file" else ""
+    return f"the model that it was exported from, {factory or file or name}"
 
 
 def how_to_download(name: str) -> str:

@@ -160,6 +160,10 @@ def test_deploy_refuses_what_no_kernel_supports_before_it_exports(run_cli, tmp_p
         ("none.py", "Deployable"),
         ("checkpoint", "--hf checkpoint"),
         ("bundle", "mha-deploy validate bundle"),
+        ("of-factory", "two.py:encoder"),
+        ("of-file", "net.onnx"),
+        ("of-layer", "bert-base"),
+        ("hub/checkpoin", "hub/checkpoint"),
         ("weights.safetensors", "--weights"),
         ("meta-llama/Llama-3.1-8B", "hf download meta-llama/Llama-3.1-8B"),
     ],
@@ -173,9 +177,21 @@ def test_an_error_knows_what_was_meant(refused, tmp_path, monkeypatch, name, hin
         Path(folder).mkdir()
         Path(folder, file).write_text("{}")
     Path("weights.safetensors").write_bytes(b"")
-    refused("deploy", name, what="", hint=hint)
+    Path("hub/checkpoint").mkdir(parents=True)
+    Path("hub/checkpoint/config.json").write_text("{}")
+    for folder, source, spec in (
+        ("of-factory", "program", {"name": "net", "factory": "two.py:encoder"}),
+        ("of-file", "file", {"name": "net", "factory": ""}),
+        ("of-layer", "layer", {"name": "bert-base"}),
+    ):
+        Path(folder).mkdir()
+        Path(folder, "manifest.json").write_text(json.dumps({"spec": spec, "golden": [{"source": source}]}))
+    if not name.startswith("hub/"):
+        refused("deploy", name, what="", hint=hint)
     if "/" in name:
         refused("deploy", "--hf", name, what="", hint=hint)
+    if name.startswith("of-"):
+        refused("prune", name, "--heads", "2", "-o", "pruned", what="", hint=hint)
 
 
 def test_a_config_alone_is_told_that_weights_are_required(refused, tmp_path):
