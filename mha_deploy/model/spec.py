@@ -447,13 +447,10 @@ class ModuleSpec(ModelSpec):
             number = getattr(self, name)
             refuse(number < 0, f"{ON_DISK.get(name, name)} must be a whole number.", number, hint="0 or more")
         taken, made = ({tensor.name for tensor in each} for each in (self.inputs, self.outputs))
-        missing = not (taken >= set(self.cached) and made >= set(self.cached.values()))
-        refuse(
-            missing,
-            "The KV cache names tensors that do not exist.",
-            dict(self.cached),
-            hint="names of inputs and outputs of the model",
-        )
+        for kind, named, known in (("input", self.cached, taken), ("output", self.cached.values(), made)):
+            if absent := next((name for name in named if name not in known), None):
+                what = f"The KV cache names an {kind} that the model does not have."
+                raise SpecError(what, got=absent, hint=nearest(absent, known))
         placing = {tensor.name: tensor for tensor in self.inputs if tensor.name in self.positions}
         wrong = len(placing) < len(self.positions) or not {*self.entries} <= {*self.cached}
         wrong = wrong or any(tensor.kind not in (INT32, "int64") for tensor in placing.values())

@@ -108,6 +108,17 @@ def test_a_cache_that_cannot_be_decoded_with_is_refused(made, problem):
 
 
 @pytest.mark.parametrize(
+    ("cached", "wrong", "near"),
+    [({"keys": "keys_ou"}, "keys_ou", "'keys_out'"), ({"key": "keys_out"}, "key", "'keys'")],
+)
+def test_a_name_of_the_cache_that_the_model_does_not_have_is_named_with_the_nearest(cached, wrong, near):
+    with pytest.raises(SpecError) as caught:
+        replace(spec(placing("S")), cached=cached)
+    assert caught.value.got == wrong
+    assert near in caught.value.hint
+
+
+@pytest.mark.parametrize(
     "change",
     [{"positions": "nothing"}, {"positions": "keys"}, {"positions": 3}, {"longest": -1}, {"kv_cache": {}}],
 )
