@@ -23,7 +23,7 @@ from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.deployable import Deployable
 from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import find_precision
-from mha_deploy.model.source import Model, find_checkpoint_layer, find_model, range_text
+from mha_deploy.model.source import Model, describe, find_checkpoint_layer, find_model, range_text
 from mha_deploy.options import (
     MOST_SECONDS,
     OF_DEPLOY,
@@ -152,7 +152,7 @@ def load_checkpoint(
         Traceback (most recent call last):
         mha_deploy.errors.SpecError: There is no config.json here...
     """
-    found = find_checkpoint_layer(Path(folder), layer, prefix)
+    found = find_checkpoint_layer(_path(folder), layer, prefix)
     return find_model(found, axes=axes, cache=cache, projections=projections)
 
 
@@ -234,7 +234,7 @@ def export(
     found = find_model(model, example_inputs=example_inputs, axes=axes)
     settings = read_options(ExportOptions, options)
     settings = replace(settings, **found.weight_options(weights, settings.prefix))
-    return export_model(found, Path(out), settings, inputs or {}, on_step or silent)
+    return export_model(found, _path(out), settings, inputs or {}, on_step or silent)
 
 
 def prune(
@@ -302,7 +302,7 @@ def prune(
         metric=metric,
         **found.weight_options(weights, prefix),
     )
-    return prune_model(found, Path(out), options, heads=heads, kv_heads=kv_heads, on_step=on_step or silent)
+    return prune_model(found, _path(out), options, heads=heads, kv_heads=kv_heads, on_step=on_step or silent)
 
 
 def import_onnx(
@@ -332,7 +332,7 @@ def import_onnx(
         >>> len(bundle.manifest.attention), bundle.manifest.spec.summary
         (1, 'imported from model.onnx')
     """
-    return export(os.fspath(path), out, axes=axes, inputs=inputs, on_step=on_step, **options)
+    return export(os.fspath(_path(path)), out, axes=axes, inputs=inputs, on_step=on_step, **options)
 
 
 def open_bundle(path: StrPath, *, verify: bool = True) -> Bundle:
@@ -351,10 +351,10 @@ def open_bundle(path: StrPath, *, verify: bool = True) -> Bundle:
         'fp32'
     """
     if not verify:
-        return open_folder(Path(path), verify=False)
+        return open_folder(_path(path), verify=False)
     from mha_deploy.graph.canonical import open_checked
 
-    return open_checked(Path(path))
+    return open_checked(_path(path))
 
 
 # -- Graphs ----------------------------------------------------------------------------------------
@@ -405,7 +405,7 @@ def fuse_file(
     """
     from mha_deploy.exporter.fusion import fuse_file
 
-    return fuse_file(Path(source), Path(output), overwrite=overwrite, verify=verify)
+    return fuse_file(_path(source), _path(output), overwrite=overwrite, verify=verify)
 
 
 def check(
@@ -430,8 +430,9 @@ def check(
     """
     from mha_deploy.engine.inspection import check_target
 
-    is_file = not isinstance(bundle, Bundle) and Path(bundle).suffix == ".onnx"
-    return check_target(Path(str(bundle)) if is_file else _open(bundle), target, version, sm)
+    file = None if isinstance(bundle, Bundle) else _path(bundle)
+    is_graph = file is not None and file.suffix == ".onnx"
+    return check_target(file if is_graph else _open(bundle), target, version, sm)
 
 
 # -- Engines ---------------------------------------------------------------------------------------
@@ -481,7 +482,7 @@ def build_engine(
     if trtexec:
         refuse_rtx(settings.backend or default_backend())
     target = (
-        None if save_onnx is None else check_file(Path(save_onnx), is_nobodys, overwrite=settings.overwrite)
+        None if save_onnx is None else check_file(_path(save_onnx), is_nobodys, overwrite=settings.overwrite)
     )
     (on_step or silent)(BUILDING, 0, 0)
     if repeat != 1:
@@ -522,7 +523,7 @@ def trtexec(
     from mha_deploy.engine.trtexec import trtexec_command
 
     opened = engine if isinstance(engine, Engine) else open_engine(engine)
-    return trtexec_command(opened.manifest, Path(onnx), Path(plan))
+    return trtexec_command(opened.manifest, _path(onnx), _path(plan))
 
 
 def refit(
@@ -559,10 +560,13 @@ def refit(
         mha_deploy.errors.BundleError: There is no engine with a manifest here...
     """
     from mha_deploy.deployment import refit_bundle
+    from mha_deploy.engine.engine import Engine
 
-    found = open_engine(engine) if isinstance(engine, str | os.PathLike) else engine
+    found = engine if isinstance(engine, Engine) else open_engine(engine)
     options = ExportOptions(prefix=prefix, overwrite=overwrite)
-    return refit_bundle(found, Path(weights), Path(out), options, latency=latency, on_step=on_step or silent)
+    return refit_bundle(
+        found, _path(weights), _path(out), options, latency=latency, on_step=on_step or silent
+    )
 
 
 def open_engine(path: StrPath) -> Engine:
@@ -581,7 +585,7 @@ def open_engine(path: StrPath) -> Engine:
     """
     from mha_deploy.engine.engine import open_engine
 
-    return open_engine(Path(path))
+    return open_engine(_path(path))
 
 
 def package(bundle: Bundle | StrPath, repository: StrPath, **options: Any) -> Package:
@@ -602,7 +606,7 @@ def package(bundle: Bundle | StrPath, repository: StrPath, **options: Any) -> Pa
     """
     from mha_deploy.serving.triton import Packaging
 
-    return Packaging(_open(bundle), Path(repository), read_options(PackageOptions, options)).write()
+    return Packaging(_open(bundle), _path(repository), read_options(PackageOptions, options)).write()
 
 
 # -- Running ---------------------------------------------------------------------------------------
@@ -769,7 +773,7 @@ def replay(line: str, bundle: Bundle | StrPath | None = None, *, tolerance: floa
     """
     from mha_deploy.regression.record import pick_line, replay_line
 
-    recorded, alike = pick_line(line)
+    recorded, alike = pick_line(os.fspath(_path(line)))
     opened = _open(recorded.bundle if bundle is None else bundle)
     return replay_line(recorded, alike, opened, bench, tolerance)
 
@@ -801,7 +805,7 @@ def bisect(
     """
     from mha_deploy.validation.fault import bisect
 
-    return bisect(_open(bundle), backend, on_step or silent, None if graph is None else Path(graph))
+    return bisect(_open(bundle), backend, on_step or silent, None if graph is None else _path(graph))
 
 
 def self_test(
@@ -886,7 +890,7 @@ def deploy(
     builder = EngineOptions(**{name: exported.pop(name) for name in OF_DEPLOY if name in exported})
     settings = read_options(ExportOptions, exported, *OF_DEPLOY)
     settings = replace(settings, **found.weight_options(weights, settings.prefix))
-    refuse_export(Path(out), settings)  # before anything heavy is imported
+    refuse_export(_path(out), settings)  # before anything heavy is imported
     if not candidates and is_traced_beside(found.source, settings):
         from mha_deploy.runtime.child import EXPORTER, TENSORRT, prepare_child
 
@@ -896,7 +900,7 @@ def deploy(
 
     return deploy_model(
         found,
-        Path(out),
+        _path(out),
         settings,
         builder if engine else None,
         inputs=inputs or {},
@@ -974,10 +978,10 @@ def matrix(
         export(model, target, precision=precision, seed=read.seed)
 
     on_ray = address is not None or (jobs is None and can_import("ray"))
-    local = nullcontext(LocalWorkers(jobs or 1, Path(out)))
+    local = nullcontext(LocalWorkers(jobs or 1, _path(out)))
     opened: Any = closing(RayWorkers(address, jobs)) if on_ray else local
     with opened as workers:
-        return run_matrix(read, Path(out), workers, exported, on_cell, uncounted(on_step))
+        return run_matrix(read, _path(out), workers, exported, on_cell, uncounted(on_step))
 
 
 # -- What is known without running anything --------------------------------------------------------
@@ -1137,7 +1141,7 @@ def compare_heads(
             )
     if attention is not None:
         raise DeployError("A catalog layer has one attention.", got=attention, hint="leave it out")
-    file = None if inputs is None else Path(inputs)
+    file = None if inputs is None else _path(inputs)
     return compare_layer_heads(found.source, at, file, seed=seed, **found.weight_options(weights, prefix))
 
 
@@ -1159,8 +1163,7 @@ def inspect(path: Bundle | Engine | StrPath, *, verify: bool = False) -> Inspect
     """
     from mha_deploy.engine.inspection import inspect_path
 
-    found = path if isinstance(path, str | os.PathLike) else path.path
-    return inspect_path(Path(found), verify=verify)
+    return inspect_path(_path(getattr(path, "path", path)), verify=verify)
 
 
 # -- This machine ----------------------------------------------------------------------------------
@@ -1180,7 +1183,7 @@ def init(path: StrPath = "mha-deploy.toml", *, overwrite: bool = False) -> Path:
     from mha_deploy.output import write_file
     from mha_deploy.requirements import template
 
-    return write_file(Path(path), template().encode(), is_nobodys, overwrite=overwrite)
+    return write_file(_path(path), template().encode(), is_nobodys, overwrite=overwrite)
 
 
 def doctor(*, load: bool = False) -> dict[str, Any]:
@@ -1290,7 +1293,7 @@ def find_plugin_parts(
         mha_deploy...Error: The folder has no headers...
     """
     # Every parameter is one of the parts.
-    given = {name: None if each is None else Path(each) for name, each in locals().items()}
+    given = {name: None if each is None else _path(each) for name, each in locals().items()}
     from mha_deploy.engine.plugins import find_parts
 
     return find_parts(given)
@@ -1322,7 +1325,7 @@ def build_plugins(
     """
     from mha_deploy.engine.plugins import build_folder, compile_library
 
-    folder = build_folder() if out is None else Path(out)
+    folder = build_folder() if out is None else _path(out)
     found = list(parts) or find_plugin_parts()
     return compile_library(found, folder, architectures.replace(",", ";"), on_step or silent)
 
@@ -1352,6 +1355,14 @@ def refuse_image(path: Path, *, overwrite: bool, inputs: Sequence[StrPath]) -> N
     from mha_deploy.analysis.similarity import refuse_image
 
     refuse_image(path, overwrite=overwrite, inputs=inputs)
+
+
+def _path(given: object) -> Path:
+    """A path that was passed in; anything else is refused."""
+    if isinstance(given, str | os.PathLike):
+        return Path(given)
+    what, hint = "This is not the path of a file or a folder.", "a string, or a pathlib.Path"
+    raise DeployError(what, got=describe(given), hint=hint)
 
 
 def _open(bundle: Bundle | StrPath) -> Bundle:

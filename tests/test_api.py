@@ -176,6 +176,21 @@ def test_what_is_no_model_is_refused(model, options, words):
         md.load_model(model, **options)
 
 
+@pytest.mark.parametrize("given", [None, 3])
+def test_what_is_no_path_is_refused(given):
+    """As what another function returned for nothing: every function says what it needs."""
+    needed = {}
+    for name in api.__all__:
+        parameters = list(inspect.signature(getattr(md, name)).parameters.values())
+        required = [each.name for each in parameters if each.default is each.empty and each.kind <= 1]
+        if required and not isinstance(getattr(md, name), type):
+            needed[name] = dict.fromkeys(required[1:], "elsewhere")
+    assert {"inspect", "validate", "build_engine", "package", "bisect", "check", "fuse_file"} <= set(needed)
+    for name, others in needed.items():
+        with pytest.raises(md.DeployError):
+            getattr(md, name)(given, *others.values())
+
+
 def test_a_factory_that_is_not_in_its_file_is_refused_before_anything_is_imported(tmp_path):
     file = tmp_path / "models.py"
     file.write_text("import sys\nsys.exit()\ndef encoder():\n    return 1\n")

@@ -115,7 +115,7 @@ def read_plan(source: Any) -> Plan:
         data = source if is_data else msgspec.toml.decode(read_regular(Path(source)))
         check_plain(data)
         plan = msgspec.convert(data, Plan)
-    except (OSError, UnicodeDecodeError, msgspec.DecodeError, ValueError, RecursionError) as error:
+    except (OSError, msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
         if unknown := re.match(r"Object contains unknown field `(.*?)`(?: - at `\$\.(\w+))?", str(error)):
             entry = {"models": ModelEntry, "runtimes": RuntimeEntry}.get(unknown[2], Plan)
             hint = f"{nearest(unknown[1], entry.__struct_fields__)}; {hint}"
