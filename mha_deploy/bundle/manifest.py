@@ -373,6 +373,14 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         eight = [self.loss.what] if self.loss is not None and self.loss.what in EIGHT_BITS else []
         return "/".join([*eight, self.precision.name])
 
+    @property
+    def judged_by_outputs(self) -> list[str]:
+        """The attentions of a module whose own results are not stored; none of a catalog layer."""
+        if self.spec.draws_probes:
+            return []
+        stored = {} if self.layers is None else self.layers.values
+        return [each.name for each in self.observed if each.name not in stored]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         plain = {"spec": self.spec.to_dict(), "precision": self.precision.name}

@@ -157,6 +157,8 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
     if manifest.layers is not None:
         count = plural(len(manifest.layers.values), "attention")
         lines.append(("layers", f"the results of {count} in {manifest.layers.case}"))
+    if others := manifest.judged_by_outputs:
+        lines.append(("layers", f"no results of {summarize_names(others)}: judged by the outputs only"))
     lines.append(("weights", manifest.weights))
     lines.append(("size", f"{size(total)} in {len(manifest.files)} files"))
     lines += [("note", note) for note in manifest.notes]

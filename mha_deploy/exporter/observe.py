@@ -42,6 +42,7 @@ _SCALE = 1.02
 _MASK, _LENGTHS = 3, 6  # inputs of an Attention
 _WEIGHTS = 2  # of its outputs behind the heads
 _LAYOUT = frozenset({*MOVES, "Cast"})
+_FACTORS = frozenset({"Mul", "Div"})
 _MASKED = -1e3  # so far below the largest score of its query is one that a mask hides
 _MOST_SECONDS = 60.0
 
@@ -52,7 +53,8 @@ def attention_values(
     """For every attention, by name, the nearest value behind it that the source computes, too.
 
     It is the attention's own result, or that in another layout: a fused node may have a Transpose behind it
-    that the source did in one step with the matmul. Attentions without such a value are left out.
+    that the source did in one step with the matmul. Else it is that times a factor, which the source applied
+    to the weights. Attentions without such a value are left out.
     """
     results = {
         str(node.name): heads_of(node)
@@ -62,15 +64,21 @@ def attention_values(
     results |= {name: core.result for name, core in cores_of(model, unfused).items()}
     found = {}
     for name, result in results.items():
-        pending = [result]
-        while pending:
-            each = pending.pop(0)
-            if each.name is not None and is_known(each.name):
-                found[name] = each.name
-                break
-            users = [use.node for use in each.uses()]
-            pending += [user.outputs[0] for user in users if user.domain == "" and user.op_type in _LAYOUT]
+        value = _first_known(result, is_known, _LAYOUT) or _first_known(result, is_known, _LAYOUT | _FACTORS)
+        if value is not None:
+            found[name] = value
     return found
+
+
+def _first_known(result: ir.Value, is_known: Callable[[str], bool], through: Collection[str]) -> str | None:
+    pending = [result]
+    while pending:
+        each = pending.pop(0)
+        if each.name is not None and is_known(each.name):
+            return each.name
+        users = [use.node for use in each.uses()]
+        pending += [user.outputs[0] for user in users if user.domain == "" and user.op_type in through]
+    return None
 
 
 class _Perturbed:

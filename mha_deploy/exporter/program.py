@@ -39,7 +39,6 @@ from mha_deploy.exporter.axes import (
     trace_sizes,
 )
 from mha_deploy.exporter.oracle import Float32Accumulation, dense_flex_attention, run_program, swapped
-from mha_deploy.graph.roles import MOVES
 from mha_deploy.model.spec import Axes, Axis, Sizes, size_of
 
 # -- Names for what a module returns: a tensor, a tuple, a dictionary, or these in each other ------
@@ -800,9 +799,3 @@ def _name_outputs(model: ir.Model, names: list[str]) -> dict[str, str]:
     for name, value in outputs.items():
         value.name = name
     return moved
-
-
-# -- Which value of the program is the expected result of an `Attention` node of the graph ---------
-
-# Operators behind an attention that only change its layout.
-_LAYOUT = frozenset({*MOVES, "Cast"})

@@ -36,6 +36,7 @@ from mha_deploy.runtime.cuda import find_gpu, open_gpu
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import TimingPlan
 from mha_deploy.runtime.user_code import refuse_without_factory
+from mha_deploy.text import summarize_names
 from mha_deploy.threads import on_a_thread
 from mha_deploy.validation import evaluate, runtimes
 from mha_deploy.validation.conformance import conformance_table, mask_columns
@@ -145,6 +146,10 @@ class _Validator:
                 on_column=lambda name: self.on_step(Step("masks", name)),
             )
         own = not self.subjects  # the bundle's own engines are not what was judged
+        if own and (others := manifest.judged_by_outputs):
+            self.notes.append(
+                f"judged by the outputs only, without results of its own: {summarize_names(others)}"
+            )
         report = Validation(
             bundle=self.bundle,
             evaluations=(*compared, *judged),

@@ -369,6 +369,40 @@ def test_the_types_of_inner_values_need_not_be_stated(tmp_path):
     assert list(bundle.manifest.layers.values.values()) == ["attended"]
 
 
+def test_an_attention_whose_weights_have_a_factor_is_judged_by_its_own_result(tmp_path):
+    text = """<ir_version: 8, opset_import: ["" : 18]> g (float[B,2,S,8] y) => (float[B,2,S,8] z)
+    <float[2,1,1] gate = {0.3, 0.7}> {
+        kt = Transpose <perm = [0, 1, 3, 2]> (y) s = MatMul (y, kt) p = Softmax <axis = -1> (s)
+        gated = Mul (p, gate) attended = MatMul (gated, y) z = Tanh (attended)
+    }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "gated.onnx")
+    bundle = md.import_onnx(
+        tmp_path / "gated.onnx", tmp_path / "bundle", golden=["opt"], axes={"S": "2:6:8"}, precision="fp32"
+    )
+    assert list(bundle.manifest.layers.values.values()) == ["attended"]
+    report = md.validate(bundle, backends=["ort-cpu"], latency=False)
+    (inside,) = [each for each in report.record.parity if each.cases == "layers"]
+    assert [verdict.outcome for verdict in inside.verdicts] == ["passed"]
+    assert not bundle.manifest.judged_by_outputs
+
+
+def test_attentions_without_a_result_of_their_own_in_the_file_are_named(tmp_path):
+    text = """<ir_version: 8, opset_import: ["" : 18]> g (float[B,2,S,8] x, float[B,2,S,8] y)
+    => (float[B,2,S,8] z) <float half = {0.5}> {
+        xt = Transpose <perm = [0, 1, 3, 2]> (x) r = MatMul (x, xt) o = Softmax <axis = -1> (r)
+        kt = Transpose <perm = [0, 1, 3, 2]> (y) s = MatMul (y, kt) p = Softmax <axis = -1> (s)
+        less = Mul (o, half) differ = Sub (p, less) attended = MatMul (differ, y) z = Tanh (attended)
+    }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "two.onnx")
+    bundle = md.import_onnx(
+        tmp_path / "two.onnx", tmp_path / "bundle", golden=["opt"], axes={"S": "2:6:8"}, precision="fp32"
+    )
+    names = bundle.manifest.judged_by_outputs
+    assert len(names) == 2
+    report = md.validate(bundle, backends=["ort-cpu"], latency=False)
+    assert any(names[0] in note for note in report.record.notes)
+
+
 def test_what_float32_loses_in_sums_with_a_constant_is_no_mistake(tmp_path):
     """`x + 1000 - mean(x + 1000)`: four digits are lost in float32, whatever computes it."""
     far = "far = Add (x, thousand) mean = ReduceMean <axes = [2]> (far) y = Sub (far, mean)"
