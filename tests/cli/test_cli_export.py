@@ -207,7 +207,7 @@ def test_a_cache_can_be_removed_from_a_layer(run_cli, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "what", "got", "hint"),
     [
-        (["tiny-gqa", "--cache", "grown"], "cache is not a known one", "grown", "dynamic"),
+        (["tiny-gqa", "--cache", "grown"], "unknown value", "grown", "dynamic"),
         (["tiny-mha", "--cache", "dynamic"], "does not go with this causal", "causal = false", "true"),
         (["tiny-causal-padding", "--cache", "preallocated"], "does not go with this mask", "padding", "none"),
         (["tiny-cross", "--cache", "dynamic"], "does not go with this attends", "cross", "self"),
