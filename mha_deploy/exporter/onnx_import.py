@@ -120,6 +120,8 @@ class OnnxSource(ExportSource):
                     what, got=array.dtype, hint=f"{short_dtype(wanted)}, as numpy.save wrote it"
                 )
         self.dims, self.axes = _named_axes(self._inputs, axes)
+        for name, array in inputs.items():
+            _refuse_shape(name, array, self.dims[name])
         self.chosen = frozenset(axes)  # the axes that the user chose
         self.steps = 5 + self.auto + len(options.golden or MODULE_CASES)
 
@@ -298,7 +300,7 @@ class OnnxSource(ExportSource):
             shape = TensorSpec(name=key, kind=FLOAT, dims=self.dims[key]).shape(planned.sizes)
             random = np.random.default_rng([seed, crc32(key.encode())])
             example = self.examples.get(key)
-            array = _draw(value, shape, random) if example is None else _fit(example, shape, key)
+            array = _draw(value, shape, random) if example is None else _fit(example, shape)
             if example is None and array.dtype.kind == "f":
                 array = array * scale
             array = array.astype(value.dtype.numpy())  # type: ignore[union-attr]
@@ -702,11 +704,23 @@ def _growth(taken: tuple[Dim, ...], made: tuple[Dim, ...]) -> tuple[int, str, st
 # -- Inputs ----------------------------------------------------------------------------------------
 
 
-def _fit(example: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """An example at another shape: sliced, or repeated."""
-    if example.ndim != len(shape):
+def _refuse_shape(name: str, example: np.ndarray, dims: tuple[Dim, ...]) -> None:
+    """Refuse an example that has another rank than the input, or another size where that is fixed."""
+    wanted = f"[{', '.join(map(str, dims))}]"
+    if example.ndim != len(dims):
         what = f"The example of input {name} has the wrong rank."
-        raise ExportError(what, got=example.shape, hint=str(shape))
+        raise ExportError(what, got=example.shape, hint=f"an array of shape {wanted}")
+    sizes = enumerate(zip(example.shape, dims, strict=True))
+    if wrong := [(at, size, dim) for at, (size, dim) in sizes if isinstance(dim, int) and size != dim]:
+        at, size, dim = wrong[0]
+        what = f"Input {name} of the file is {wanted}: the example has another size where it is fixed."
+        got = f"shape {example.shape}: {size}, not {dim}, in dimension {at}"
+        any_size = " (any size where there is a name)" if any(isinstance(each, str) for each in dims) else ""
+        raise ExportError(what, got=got, hint=f"an array of shape {wanted}{any_size}")
+
+
+def _fit(example: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """An example at another shape: sliced, or repeated."""
     for axis, size in enumerate(shape):
         example = np.take(example, np.arange(size) % max(example.shape[axis], 1), axis)
     return example

@@ -184,6 +184,19 @@ def test_an_axis_of_a_file_whose_sizes_are_fixed_is_refused_with_the_reason(tmp_
     assert "dynamic" in caught.value.hint
 
 
+@pytest.mark.parametrize("shape", [(2, 20, 3), (2, 4)])
+def test_an_example_that_has_another_size_where_the_file_fixes_it_is_refused(tmp_path, shape):
+    """Along a named axis an example is sliced or repeated; of a fixed size its numbers would be others."""
+    text = """<ir_version: 10, opset_import: ["" : 18]>
+    g (float[B, M, 4] tokens) => (float[B, M, 4] y) { y = Relu (tokens) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    with pytest.raises(md.DeployError, match="tokens") as caught:
+        md.export(tmp_path / "model.onnx", tmp_path / "bundle", inputs={"tokens": np.ones(shape)})
+    assert str(shape) in str(caught.value.got)
+    assert "[B, M, 4]" in caught.value.hint
+    assert not (tmp_path / "bundle").exists()
+
+
 def test_numbers_that_are_nan_on_the_way_are_no_warning(tmp_path, recwarn):
     """A query that sees no key: its softmax is NaN, which the file replaces."""
     text = """<ir_version: 8, opset_import: ["": 17]>
