@@ -7,6 +7,7 @@ the bundle, by the name of the value.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -48,6 +49,7 @@ from mha_deploy.status import Kind, Outcome, Reason, Word, derive, means
 from mha_deploy.text import reason_text
 from mha_deploy.validation.decode import admits
 from mha_deploy.validation.runtimes import RuntimeFinder
+from mha_deploy.validation.subjects import Fit, FittedRunner, fit
 
 OpenModel = Callable[[ir.Model], Runner]
 
@@ -317,7 +319,7 @@ def bisect_bundle(
         return found
     reference = reference_of(search.case)
     last_right, first = search.attentions(reference, whole)
-    bad = whole.output if first is None else search.values[first.name]
+    bad = search.inside(whole.output) if first is None else search.values[first.name]
     good = [] if last_right is None else [search.values[last_right]]
     node, unseen = None, list[str]()
     if reference.doubt is None:
@@ -374,15 +376,37 @@ class _FaultSearch:
         own = load_graph(bundle.model_path)
         self.model, self.layers = own if graph is None else load_graph(graph), layers_case(bundle)
         self.bundle, self.case, self.runs = bundle, case_to_bisect(bundle), 0
+        self.graph_name = "" if graph is None else graph.name
+        self.fit: Fit | None = None  # of another graph, once it was opened
         entry = bundle.manifest.layers
         # Of another graph, only what has the same name can be compared.
         self.shared = _value_names(self.model) & _value_names(own)
         self.values = {k: v for k, v in entry.values.items() if v in self.shared} if entry else {}
+        self.types = {v: self.layers.eager[k].dtype for k, v in self.values.items()} if self.layers else {}
+
+    def _open(self, values: Sequence[str] = ()) -> Runner:
+        """The model in the runtime, with more values given out; another graph as a validation takes it."""
+        runner = self.open_model(with_outputs(self.model, values))
+        if not self.graph_name:
+            return runner
+        with ExitStack() as owned:
+            owned.callback(runner.close)
+            if self.fit is None:
+                self.fit = fit(runner, self.graph_name, self.bundle.manifest.spec, self.precision, {})
+            owned.pop_all()
+        types = {value: self.types.get(value, runner.outputs[value].dtype) for value in values}
+        outputs = {**{value: value for value in values}, **self.fit.outputs}
+        how = replace(self.fit, outputs=outputs, types={**types, **self.fit.types})
+        return FittedRunner(runner, self.graph_name, how, {})
+
+    def inside(self, output: str) -> str:
+        """The name of an output in the graph."""
+        return output if self.fit is None else self.fit.outputs[output]
 
     def whole(self) -> OutputVerdict | None:
         """The first wrong output of the first case that is wrong, which is then the case of the search."""
         others = (entry for entry in self.bundle.manifest.golden if entry.name != self.case.name)
-        with self.open_model(self.model) as runner:
+        with self._open() as runner:
             self.runs += 1
             for case in chain([self.case], map(partial(read_case, self.bundle), others)):
                 if case is not self.case and not admits(runner, case.inputs):
@@ -397,7 +421,7 @@ class _FaultSearch:
 
     def run(self, values: Sequence[str]) -> dict[str, np.ndarray]:
         """The outputs of the model in the runtime, with more values given out."""
-        with self.open_model(with_outputs(self.model, values)) as runner:
+        with self._open(values) as runner:
             self.runs += 1
             return runner.run(self.case.inputs)
 

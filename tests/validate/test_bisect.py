@@ -14,6 +14,7 @@ import onnx_ir as ir
 import pytest
 from bundle_edit import rehash
 from onnx import numpy_helper
+from small_transformers import in_float32
 
 import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
@@ -312,6 +313,10 @@ def test_what_cannot_be_looked_into_is_refused(refused, own_bundles):
 
 def test_another_graph_of_the_model_is_bisected(own_bundles, broken, run_cli):
     other = broken(scale_off(ATTENTIONS[1])).model_path
+    found = md.bisect(own_bundles(), "ort-cpu", graph=other)
+    assert (found.last_right, found.first_wrong) == (ATTENTIONS[0], ATTENTIONS[1])
+    assert found.first_node.node == ATTENTIONS[1]
+    ir.save(in_float32(load_graph(other)), other)  # inputs and results are converted
     found = md.bisect(own_bundles(), "ort-cpu", graph=other)
     assert (found.last_right, found.first_wrong) == (ATTENTIONS[0], ATTENTIONS[1])
     assert found.first_node.node == ATTENTIONS[1]
