@@ -686,8 +686,8 @@ def run_matrix(
             status = CellStatus.FAILED
             if not (place / MANIFEST).is_file():
                 export(model, precision, place)
-            open_bundle(place)  # of an earlier run: it may have been changed since
-            bundle, status = place, CellStatus.UNAVAILABLE
+            bundle = open_bundle(place)  # of an earlier run: it may have been changed since
+            status = CellStatus.UNAVAILABLE
         except DeployError as error:
             status, problem = _status_of(error, status), _why(error)
         for runtime, gpu, options in product(plan.runtimes, plan.gpus, plan.options):
@@ -702,15 +702,15 @@ def run_matrix(
                 cells[cell.place] = cell
                 continue
             chosen, device = plan.options[options], NO_GPU if gpu == NO_GPU else found["gpu"]
-            manifest = sha256(bundle / MANIFEST)
+            manifest = sha256(bundle.path / MANIFEST)
             depends_on = [manifest, runtime.backend, found["version"], device, chosen, __version__]
             cell = replace(cell, key=_digest(depends_on)[:32])
             check_file(folder / "cells" / f"{cell.key}.json", is_result, within=folder)
-            known = _read_earlier(folder, cell, manifest)
+            known = _read_earlier(folder, cell, (manifest, bundle.manifest.precision.name))
             cells[cell.place] = known or cell
             if known is None:
                 request = {"backend": runtime.backend, "options": chosen, "time_limit": plan.time_limit}
-                tasks.append(_Task(cell, runtime, {**request, "bundle": str(bundle.resolve())}))
+                tasks.append(_Task(cell, runtime, {**request, "bundle": str(bundle.path.resolve())}))
     waiting = {task.cell.place for task in tasks}
     done = [cell for place, cell in cells.items() if place not in waiting]
     for count, cell in enumerate(done, 1):
@@ -754,13 +754,16 @@ class KeptCell(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     is_new: bool
 
 
-def _read_earlier(folder: Path, cell: MatrixCell, bundle_sha256: str) -> MatrixCell | None:
-    """The result of an earlier run; None where there is none that can be read, and that its report shows."""
+def _read_earlier(folder: Path, cell: MatrixCell, bundle: tuple[str, str]) -> MatrixCell | None:
+    """The result of an earlier run; None where there is none that can be read, and that its report shows.
+
+    `bundle` is the hash of its manifest, and its precision: `auto` is one of the others by then.
+    """
     try:
         data = read_json(folder / "cells" / f"{cell.key}.json")
         kept = msgspec.convert(data, KeptCell)
         digest = _digest({name: value for name, value in data.items() if name != "sha256"})
-        if (kept.sha256, kept.key) != (digest, cell.key) or kept.status is not _status(kept, bundle_sha256):
+        if (kept.sha256, kept.key) != (digest, cell.key) or kept.status is not _status(kept, bundle):
             return None
     except (OSError, ValueError, msgspec.DecodeError, KeyError, IndexError, TypeError, RecursionError):
         return None
@@ -768,7 +771,7 @@ def _read_earlier(folder: Path, cell: MatrixCell, bundle_sha256: str) -> MatrixC
     return replace(cell, **{name: getattr(kept, name) for name in names}, is_new=False)
 
 
-def _status(kept: KeptCell, bundle_sha256: str) -> CellStatus | None:
+def _status(kept: KeptCell, bundle: tuple[str, str]) -> CellStatus | None:
     """The status that the report of a cell shows; None where it is not a report on this cell."""
     report = kept.report
     if report is None:
@@ -776,7 +779,7 @@ def _status(kept: KeptCell, bundle_sha256: str) -> CellStatus | None:
     engine = msgspec.convert(report["engines"], list[dict[str, Any]])[0]
     model = msgspec.convert(report["model"], dict[str, Any])
     stated = (model["bundle_sha256"], model["precision"], engine["version"])
-    if stated != (bundle_sha256, kept.precision, kept.version):
+    if stated != (*bundle, kept.version):
         return None
     if "verdict" not in report:
         return CellStatus.NOT_VERIFIED

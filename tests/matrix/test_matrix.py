@@ -132,6 +132,15 @@ def test_a_second_run_does_only_what_is_missing(bundles, tmp_path):
     idle = Scripted()
     run(plan, tmp_path, idle)
     assert idle.ran == []
+    chosen = plan_of("tiny-gqa", precisions=["auto", "fp16"])  # one bundle for both
+
+    def export(entry, precision, target):
+        shutil.copytree(bundles("tiny-gqa").path, target)
+
+    for count in (2, 0):
+        workers = Scripted()
+        run_matrix(read_plan(chosen), tmp_path / "auto", workers, export)
+        assert len(workers.ran) == count
     for change in (Scripted(version="1.1"), Scripted()):
         other = plan if change.version != "1.0" else {**plan, "options": {"a": {"optimization_level": 1}}}
         run(other, tmp_path, change)
