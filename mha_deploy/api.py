@@ -890,7 +890,7 @@ def deploy(
     builder = EngineOptions(**{name: exported.pop(name) for name in OF_DEPLOY if name in exported})
     settings = read_options(ExportOptions, exported, *OF_DEPLOY)
     settings = replace(settings, **found.weight_options(weights, settings.prefix))
-    refuse_export(_path(out), settings)  # before anything heavy is imported
+    refuse_export(found, _path(out), settings, inputs or {})  # before anything heavy is imported
     if not candidates and is_traced_beside(found.source, settings):
         from mha_deploy.runtime.child import EXPORTER, TENSORRT, prepare_child
 

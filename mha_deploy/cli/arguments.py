@@ -327,6 +327,9 @@ def pop_model(options: dict[str, Any]) -> md.Model:
         what = "Name a model, or a checkpoint." if hf is None else "--hf takes the place of MODEL."
         hint = "bert-base, file.py:factory or --hf FOLDER --layer 0"
         raise SpecError(what, got=model or "neither", hint=hint)
+    if hf is None and layer:
+        hint = "--hf FOLDER --layer N, or leave it out"
+        raise SpecError("--layer is of a checkpoint.", got=f"--layer {layer}, without --hf", hint=hint)
     if hf is None:
         return md.load_model(model, axes=axes, **more)
     return md.load_checkpoint(hf, layer, prefix=options["prefix"], axes=axes, **more)

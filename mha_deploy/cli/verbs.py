@@ -91,7 +91,7 @@ def _exported(bundle: Bundle) -> Result:
 
 
 @verb(
-    MODEL,
+    {name: each for name, each in MODEL.items() if name != "inputs"},
     options_from(
         md.prune,
         heads=about(
@@ -122,7 +122,6 @@ def _exported(bundle: Bundle) -> Result:
 )  # fmt: skip
 def prune(out: Path = option(MISSING, "The folder to write.", *OUT), **options: Any) -> Result:
     """Export a model with fewer heads: the heads that matter least for your data are removed."""
-    options.pop("inputs")
     model = pop_model(options)
     with show_steps(f"prune {model.name}", LIBRARIES) as on_step:
         bundle = md.prune(model, out, on_step=on_step, **options)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mha_deploy.bundle.folder import MANIFEST, Bundle, open_bundle
-from mha_deploy.errors import DeployError, needed
+from mha_deploy.errors import DeployError, ExportError, needed
 from mha_deploy.files import open_regular
 from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import EIGHT_BITS, find_precision
@@ -33,13 +33,31 @@ OF_EIGHT_BITS = (
     "calibration", "weight_scales", "quantize_attention", "max_loss", "data", "data_limit", "metric",
 )  # fmt: skip
 """The fields of `ExportOptions` that only a quantized model has."""
+_NOT_OF_FILE = {
+    "weights": (
+        "An ONNX file has its own weights.",
+        "leave it out, or export the module itself, file.py:factory, with --weights; an engine gets the "
+        "weights of another .onnx file by `mha-deploy refit`",
+    ),
+    "prefix": (
+        "An ONNX file has its own weights: no checkpoint is read.",
+        "leave it out, or export the module itself, file.py:factory, with --weights and --prefix",
+    ),
+    "opset": (
+        "The operator set of an ONNX file is not chosen: it is the file's, or the first that has Attention.",
+        "leave it out",
+    ),
+    "device": ("The golden cases of an ONNX file are computed on the CPU.", "leave it out"),
+}
+_NOT_OF_MODULE = {"device": ("Your own model is exported on the CPU.", "leave it out")}
+"""The fields of `ExportOptions` that a kind of model does not have: why not, and what to try."""
 
 
 def export_model(
     model: Model, out: Path, options: ExportOptions, inputs: Mapping[str, Any], on_step: OnStep
 ) -> Bundle:
     """Export a model to a bundle; `inputs` are arrays or files of them, for an ONNX file."""
-    refuse_export(out, options)
+    refuse_export(model, out, options, inputs)
     named = model.source if isinstance(model.source, str) else ""
     sources = [named, named.rpartition(":")[0], options.weights, *inputs.values()]
     refuse_inside(
@@ -61,7 +79,6 @@ def export_model(
         from mha_deploy.exporter.onnx_import import OnnxSource
 
         return export_bundle(OnnxSource(file, options, model.axes, _read_arrays(inputs)), out, on_step)
-    _refuse_inputs(inputs)
     traced = _trace_beside(model.source, options) if isinstance(model.source, AttentionSpec) else None
     with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
         from mha_deploy.exporter.exporter import LayerSource, ModuleSource, module_errors
@@ -140,7 +157,7 @@ def prune_model(
     limits["metric"] = options.metric
     limits["on_step"] = uncounted(on_step)
     options = replace(options, **{name: vars(ExportOptions())[name] for name in OF_EIGHT_BITS})
-    refuse_export(out, options)
+    refuse_export(model, out, options, {})
     with scratch_folder() as folder:
         original = _open_original(model, options, folder, {}, on_step)
         if heads is not None:
@@ -171,9 +188,10 @@ def open_counted(model: Any, axes: Mapping[str, Any] | None) -> tuple[ModelSpec,
     return open_module(found.source, found.axes)
 
 
-def refuse_export(out: Path, options: ExportOptions) -> None:
+def refuse_export(model: Model, out: Path, options: ExportOptions, inputs: Mapping[str, Any]) -> None:
     """Refuse what can be refused before PyTorch is imported."""
     refuse_occupied(Path(os.path.realpath(out)), overwrite=options.overwrite)
+    _refuse_unused(model, options, inputs)
     if options.precision in EIGHT_BITS:
         return
     if options.precision != AUTO:
@@ -194,7 +212,6 @@ def _open_original(
         from mha_deploy.exporter.compress import original_from_onnx
 
         return original_from_onnx(file, options, model.axes, inputs)
-    _refuse_inputs(inputs)
     with needed("Exporting needs PyTorch and its ONNX exporter.", "export"):
         from mha_deploy.exporter.exporter import original_from_factory, original_from_spec
     if isinstance(model.source, AttentionSpec):
@@ -202,9 +219,18 @@ def _open_original(
     return original_from_factory(model.source, options, folder, model.axes, on_step)
 
 
-def _refuse_inputs(inputs: Mapping[str, Any]) -> None:
-    if inputs:
-        raise DeployError(
+def _refuse_unused(model: Model, options: ExportOptions, inputs: Mapping[str, Any]) -> None:
+    """Refuse options that this kind of model would leave unused."""
+    is_file, usual = model.onnx_file is not None, vars(ExportOptions())
+    refused = _NOT_OF_FILE if is_file else {} if model.is_layer else _NOT_OF_MODULE
+    for name, (what, hint) in refused.items():
+        if (given := getattr(options, name)) != usual[name]:
+            raise ExportError(what, got=f"--{name} {given}", hint=hint)
+    if options.prefix and options.weights is None:
+        what, hint = "--prefix needs a checkpoint.", "--weights FILE as well, or leave it out"
+        raise ExportError(what, got=f"--prefix {options.prefix}", hint=hint)
+    if inputs and not is_file:
+        raise ExportError(
             "Only an export of an ONNX file takes --input.",
             got=", ".join(inputs),
             hint="leave --input out, or export an .onnx file",

@@ -361,12 +361,6 @@ class ModuleSource(flow.ExportSource):
     capture: ModuleCapture
 
     def __init__(self, reference: str | Deployable, options: ExportOptions, axes: Axes | None) -> None:
-        if options.device != "cpu":
-            raise ExportError(
-                "Your own model is exported on the CPU.",
-                got=f"--device {options.device}",
-                hint="leave --device out",
-            )
         self.reference, self.options, self.axes = reference, options, axes
         self.auto, self.opset = options.precision == AUTO, choose_opset(None, options.opset)
         self.precision = find_precision("fp16" if self.auto else options.precision)

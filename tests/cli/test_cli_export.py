@@ -4,6 +4,8 @@ import json
 import resource
 
 import numpy as np
+import onnx
+import onnx.parser
 import pytest
 from bundle_edit import small_bundle
 
@@ -123,6 +125,13 @@ REFUSALS = {
     "weights": (["tiny-mha", "--weights", "absent.safetensors"], "no such weight file", "absent", ""),
     "weights of another kind": (["tiny-mha", "--weights", "pyproject.toml"], "not a safetensors", "", ""),
     "device": (["tiny-mha", "--device", "tpu"], "device", "tpu", "cpu"),
+    "weights of a file": (["net.onnx", "--weights", "w.safetensors"], "ONNX", "--weights w.", "refit"),
+    "prefix of a file": (["net.onnx", "--prefix", "foo"], "ONNX", "--prefix foo", "--weights"),
+    "opset of a file": (["net.onnx", "--opset", "24"], "ONNX", "--opset 24", ""),
+    "device of a file": (["net.onnx", "--device", "cuda"], "ONNX", "--device cuda", ""),
+    "prefix without weights": (["tiny-mha", "--prefix", "foo"], "--prefix", "foo", "--weights"),
+    "layer without a checkpoint": (["tiny-mha", "--layer", "3"], "--layer", "3", "--hf"),
+    "input of a layer": (["tiny-mha", "--input", "x=x.npy"], "--input", "x", ".onnx"),
 }
 
 
@@ -131,6 +140,8 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(
     refused, tmp_path, monkeypatch, arguments, what, got, hint
 ):
     (tmp_path / "pyproject.toml").write_text("[project]\n" * 100)
+    text = '<ir_version: 10, opset_import: ["" : 23]> g (float[2, 4] x) => (float[2, 4] y) { y = Relu (x) }'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "net.onnx")
     monkeypatch.chdir(tmp_path)
     refused("export", *arguments, "-o", "out/bundle", what=what, got=got, hint=hint)
     out = tmp_path / "out"
