@@ -294,7 +294,7 @@ def prune(
     found = find_model(model, example_inputs=example_inputs, axes=axes)
     options = ExportOptions(
         seed=seed,
-        golden=golden,
+        golden=(golden,) if isinstance(golden, str) else golden,
         overwrite=overwrite,
         max_loss=max_loss,
         data=data,
@@ -476,7 +476,8 @@ def build_engine(
     from mha_deploy.engine.trtexec import refuse_rtx
 
     opened = _open(bundle)
-    texts = [each if isinstance(each, str) else _profile_text(each) for each in profiles]
+    given = [profiles] if isinstance(profiles, str | Mapping) else profiles
+    texts = [each if isinstance(each, str) else _profile_text(each) for each in given]
     ranges = [parse_ranges(text, opened.manifest.spec) for text in texts]
     settings = read_options(EngineOptions, {"profiles": ranges, **options})
     if trtexec:

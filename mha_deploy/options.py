@@ -69,11 +69,21 @@ def options_of(record: type, *names: str) -> dict[str, Field[Any]]:
 
 
 def read_options(record: type[Record], given: Mapping[str, Any], *others: str) -> Record:
-    """A record of the options that a user named; `others` are those that went elsewhere."""
-    known = {*(each.name for each in fields(record)), *others}  # type: ignore[arg-type]
+    """A record of the options that a user named; `others` are those that went elsewhere.
+
+    A string stands for a list of one.
+    """
+    types = {each.name: str(each.type) for each in fields(record)}  # type: ignore[arg-type]
+    known = {*types, *others}
     if unknown := [name for name in given if name not in known]:
         raise TypeError(f"there is no option {unknown[0]!r}: {nearest(unknown[0], known)}")
-    return record(**given)
+    lists = {name for name, kind in types.items() if kind.startswith("Sequence[str]")}
+    return record(
+        **{
+            name: (value,) if name in lists and isinstance(value, str) else value
+            for name, value in given.items()
+        }
+    )
 
 
 # -- Export ----------------------------------------------------------------------------------------

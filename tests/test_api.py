@@ -166,6 +166,7 @@ def test_own_models_are_loaded_as_factory_deployable_and_module():
     [
         ("bert-bas", {}, "did you mean 'bert-base'"),
         (Small(), {}, "needs example inputs"),
+        (Small(), {"example_inputs": (torch.zeros(1, 3, 16),)}, "not a dictionary"),
         (7, {}, "This is not a model"),
         ("a.py:b", {"cache": "preallocated"}, "Only a catalog layer"),
         ("tiny-mha", {"example_inputs": EXAMPLES}, "Only an nn.Module"),
@@ -310,6 +311,23 @@ def test_an_engine_that_is_not_there_is_an_error(tiny, tmp_path):
         md.open_runner(str(tmp_path / "none.engine"))
     with pytest.raises(md.DeployError, match="exported for B"):
         md.build_engine(tiny, profiles=[{"B": "1:2:4000"}])
+    for one in ("B=1:2:4000", {"B": "1:2:4000"}):
+        with pytest.raises(md.DeployError, match="exported for B"):
+            md.build_engine(tiny, profiles=one)
+
+
+def test_one_string_is_a_list_of_one(tiny, tmp_path):
+    """It is not read letter by letter."""
+    out = tmp_path / "out"
+    for call in (
+        lambda: md.export("tiny-mha", out, golden="strange"),
+        lambda: md.prune("tiny-mha", out, heads=3, golden="strange"),
+        lambda: md.validate(tiny, backends="strange"),
+        lambda: md.package(tiny, out, backends="strange"),
+    ):
+        with pytest.raises(md.DeployError) as refused:
+            call()
+        assert "strange" in str(refused.value)
 
 
 @pytest.mark.skipif(find_spec("tensorrt_rtx") is None, reason="TensorRT-RTX is not installed")
@@ -362,7 +380,12 @@ def test_a_size_beyond_its_axis_is_refused_with_the_range(tiny, isolated, monkey
         assert "Axis S" in caught.value.what
         assert f"S={limit + 1}" in caught.value.got
         assert str(limit) in caught.value.hint
-        assert runner.run({name: feeds[name][:, :limit]})
+        fitting = {name: feeds[name][:, :limit]}
+        assert runner.run(fitting)
+        for wrong in ([*fitting.values()], None, {**fitting, "strange": 1}, {name: [[1.0], [2.0, 3.0]]}):
+            with pytest.raises(md.DeployError) as caught:
+                runner.run(wrong)
+            assert name in f"{caught.value.what} {caught.value.hint}"
 
 
 def test_what_cannot_run_is_refused(tiny, tmp_path):

@@ -130,9 +130,12 @@ def _deployable(
     module: Any, example_inputs: Examples | None, axes: AxisRanges | None, name: str
 ) -> Deployable:
     """A user's module with its example inputs."""
+    hint = 'example_inputs={"x": Example(tensor, "B", "S")}, axes={"B": "1:4:8", "S": "1:128:512"}'
     if example_inputs is None:
-        hint = 'example_inputs={"x": Example(tensor, "B", "S")}, axes={"B": "1:4:8", "S": "1:128:512"}'
         raise DeployError("An nn.Module needs example inputs.", got=type(module).__name__, hint=hint)
+    if not isinstance(example_inputs, Mapping):
+        what = "The example inputs are not a dictionary by the names of forward's parameters."
+        raise DeployError(what, got=type(example_inputs).__name__, hint=hint)
     inputs = {
         key: each if isinstance(each, Example) else Example(each) for key, each in example_inputs.items()
     }

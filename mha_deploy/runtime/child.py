@@ -48,7 +48,7 @@ from mha_deploy.errors import (
     text_of_error,
 )
 from mha_deploy.process import defer_imports, python_command, start
-from mha_deploy.runtime.runner import Arrays, Closing, ProfiledRunner, Runner
+from mha_deploy.runtime.runner import Arrays, Closing, ProfiledRunner, Runner, check_names
 from mha_deploy.supervisor import user_line
 
 if TYPE_CHECKING:
@@ -340,6 +340,7 @@ class ChildRunner(_Remote, Runner):
 
     def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Check the inputs against the model, then run it."""
+        check_names(self.inputs, feeds)
         self.refuse_sizes(feeds)
         return self.apply(methodcaller("run", dict(feeds)), step=f"running {_sizes(feeds)}")
 
@@ -347,6 +348,7 @@ class ChildRunner(_Remote, Runner):
 
     def time(self, feeds: Arrays, plan: TimingPlan | None = None) -> Timing:
         """How long one call takes with inputs that are on the device already; measured in the child."""
+        check_names(self.inputs, feeds)
         return self.apply(methodcaller("time", dict(feeds), plan), step=f"timing {_sizes(feeds)}")
 
     def decode_loop(self, *, B: int, T: int | None = None) -> ChildDecodeLoop:

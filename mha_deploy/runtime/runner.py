@@ -88,6 +88,7 @@ class Runner(Closing, ABC):
 
     def run(self, feeds: Arrays) -> dict[str, np.ndarray]:
         """Check the inputs against the model, then run it."""
+        check_names(self.inputs, feeds)
         self.refuse_sizes(feeds)
         checked = self.checked(feeds)
         try:
@@ -158,20 +159,27 @@ def check_feeds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:
 
 def check_kinds(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:
     """Refuse inputs whose names or types the model does not take, whatever their shapes."""
-    if set(feeds) != set(inputs):
-        raise DeployError(
-            "The names of the inputs do not match.", got=sorted(feeds), hint=f"give {sorted(inputs)}"
-        )
+    check_names(inputs, feeds)
     for name, info in inputs.items():
-        dtype = getattr(feeds[name], "dtype", None)
-        if not isinstance(dtype, np.dtype):
-            got, hint = (
-                type(feeds[name]).__name__,
-                f"numpy.asarray(…, {str(info.dtype)!r}), of a tensor .numpy()",
+        if feeds[name].dtype != info.dtype:
+            raise DeployError(
+                f"Input {name} has the wrong type.", got=feeds[name].dtype, hint=str(info.dtype)
             )
+
+
+def check_names(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:
+    """Refuse what is not one array for each name of an input, whatever their types."""
+    if not isinstance(feeds, Mapping):
+        hint = f"a dictionary of arrays by name: {', '.join(sorted(inputs))}"
+        raise DeployError("The inputs are not a dictionary.", got=type(feeds).__name__, hint=hint)
+    if set(feeds) != set(inputs):
+        got = sorted(map(str, feeds))
+        raise DeployError("The names of the inputs do not match.", got=got, hint=f"give {sorted(inputs)}")
+    for name, info in inputs.items():
+        if not isinstance(getattr(feeds[name], "dtype", None), np.dtype):
+            got = type(feeds[name]).__name__
+            hint = f"numpy.asarray(…, {str(info.dtype)!r}), of a tensor .numpy()"
             raise DeployError(f"Input {name} is not a NumPy array.", got=got, hint=hint)
-        if dtype != info.dtype:
-            raise DeployError(f"Input {name} has the wrong type.", got=dtype, hint=str(info.dtype))
 
 
 def error_line(error: BaseException) -> str:
