@@ -15,11 +15,11 @@ from mha_deploy.runtime.runner import Runner, TensorInfo
 
 
 class Echo(Runner):
-    """Gives its input back; `fails` is called when `x` has 37 positions."""
+    """Gives its inputs back; `fails` is called when one has 37 positions."""
 
-    def __init__(self, fails=None):
+    def __init__(self, fails=None, names=("x",)):
         self.name, self._fails = f"echo in {os.getpid()}", fails
-        self.inputs = {"x": TensorInfo(dtype=np.dtype(np.float16), dims=(None,))}
+        self.inputs = dict.fromkeys(names, TensorInfo(dtype=np.dtype(np.float16), dims=(None,)))
         self.outputs = dict(self.inputs)
 
     def checked(self, feeds):
@@ -31,8 +31,8 @@ class Echo(Runner):
         return dict(feeds)
 
 
-def open_echo(fails=None):
-    return Echo(fails)
+def open_echo(fails=None, names=("x",)):
+    return Echo(fails, names)
 
 
 def segmentation_fault():

@@ -51,7 +51,7 @@ ARRAYS = (
 
 
 def test_arrays_come_back_as_they_went():
-    with open_isolated(FAMILY, "echo", failing.open_echo) as runner:
+    with open_isolated(FAMILY, "echo", failing.open_echo, None, ("x", "small")) as runner:
         for array in ARRAYS:
             got = runner.run({"x": array, "small": np.ones(3)})["x"]
             assert (got.dtype, got.shape) == (array.dtype, array.shape)
