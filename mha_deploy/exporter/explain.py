@@ -345,9 +345,43 @@ _REMEDIES = {
 }
 
 
+_USUAL = "write that part of forward() with other operators, or another version of PyTorch"
+
+
 def _remedy(text: str) -> str:
-    usual = "write that part of forward() with other operators, or another version of PyTorch"
-    return next((hint for sign, hint in _REMEDIES.items() if re.search(sign, text)), usual)
+    return next((hint for sign, hint in _REMEDIES.items() if re.search(sign, text)), _USUAL)
+
+
+def explain_example(refusal: ExportError, module: nn.Module, inputs: Mapping[str, Tensor]) -> ExportError:
+    """What refused a trace; or its example, where the module itself does not run on it either."""
+    error = _failure(module, inputs)
+    if error is None or _remedy(str(error)) != _USUAL:
+        return refusal
+    shown = ", ".join(f"{name} {_type_name(each.dtype)} {list(each.shape)}" for name, each in inputs.items())
+    hint, is_type = f"examples of the shapes and types that forward() takes; these are {shown}", False
+    for name, tensor in inputs.items():
+        other = tensor.long() if tensor.is_floating_point() else tensor.float()
+        if _failure(module, {**inputs, name: other}) is None:
+            hint, is_type = f"an example of type {_type_name(other.dtype)} for input {name}", True
+            break
+    about_types = refusal.about_types and not is_type
+    what = "The module does not run on its example inputs."
+    return ExportError(what, got=refusal.got, hint=hint, about_types=about_types)
+
+
+def _failure(module: nn.Module, inputs: Mapping[str, Tensor]) -> Exception | None:
+    """What a module raises on some inputs by itself."""
+    copies = {name: each.clone() for name, each in inputs.items()}  # a module may write into them
+    try:
+        with torch.no_grad(), silenced(), oracle.dense_flex_attention():
+            module(**copies)
+    except Exception as error:  # noqa: BLE001 (a user's module)
+        return None if isinstance(error, torch.OutOfMemoryError) else error
+    return None
+
+
+def _type_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # What PyTorch says where types or ranges are at fault.

@@ -343,7 +343,8 @@ class _Tracer:
                     sizes_of = ", ".join(f"{name}={size}" for name, size in at.items())
                     note = f"{sizes_of} only: {refusal.what} {refusal.got or ''}".strip()
                     return dataclasses.replace(found, fixed=narrow, notes=(note,))
-        raise refusal from first
+        with _kept_as_it_is(self.module):
+            raise explain.explain_example(refusal, self.module, self.inputs) from first
 
     def trace_automatically(self, axes: Axes) -> _Traced | set[str]:
         """With the ranges that PyTorch finds; or the axes that it cannot let vary, where it reports them."""

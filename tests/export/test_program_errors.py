@@ -133,7 +133,7 @@ CASES = {
     ),
     AsksData: ("could not trace", "data-dependent", "if x.sum() > 0:  # hangs on the data"),
     Wrong: (
-        "could not trace",
+        "does not run on its example",
         "size of tensor a (S) must match the size of tensor b (B)",
         "return x + x.transpose(0, 1)  # batch and length are two things",
     ),
@@ -158,6 +158,27 @@ def test_a_module_that_cannot_be_exported_is_explained(make, capfd):
     if line is not None:
         assert f"{line_of(line)}: " in caught.value.got
     assert capfd.readouterr().err == ""
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(24, 4), nn.LayerNorm(4)
+
+    def forward(self, x, tokens):
+        return self.norm(x) + self.table(tokens)
+
+
+def test_an_example_that_the_module_does_not_take_is_named_not_the_operators():
+    fitting = {"x": X["x"], "tokens": torch.ones(2, 6, dtype=torch.int64)}
+    dims = dict.fromkeys(fitting, ("B", "S"))
+    wrong = {"tokens": torch.ones(2, 6), "x": torch.ones(2, 6, 5)}
+    words = {"tokens": ("int64", "input tokens"), "x": ("[2, 6, 5]", "tokens int64")}
+    for name, tensor in wrong.items():
+        with pytest.raises(ExportError) as caught:
+            export_program(Tokens(), {**fitting, name: tensor}, dims, AXES)
+        assert "example" in caught.value.what
+        assert all(word in caught.value.hint for word in words[name])
 
 
 def test_a_size_that_python_takes_for_a_number_still_varies():
