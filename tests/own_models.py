@@ -187,6 +187,14 @@ def unknown_input():
     )
 
 
+def unnamed_inputs():
+    class Passes(Encoder):
+        def forward(self, *given):
+            return super().forward(*given)
+
+    return Deployable(module=Passes(), inputs=examples(), axes={"B": "1:4:8", "S": "1:32:64"})
+
+
 def missing_input():
     given = {"tokens": examples()["tokens"]}
     return Deployable(module=Encoder(), inputs=given, axes={"B": "1:4:8", "S": "1:32:64"})

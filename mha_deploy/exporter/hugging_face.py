@@ -35,7 +35,10 @@ def model_from_transformers(
         raise ExportError("This is not a transformers model.", got=got, hint=hint)
     if model.config.is_encoder_decoder or model.main_input_name != "input_ids":
         what = "from_transformers is for models that take tokens, and have an encoder or a decoder alone."
-        hint = "wrap it by hand: a Deployable whose module takes and returns tensors"
+        hint = (
+            "wrap it by hand, in a module that takes and returns tensors: Deployable(module=wrapper, "
+            f'inputs={{"{model.main_input_name}": Example(tensor, "B")}}, axes={{"B": "1:2:8"}})'
+        )
         raise ExportError(what, got=type(model).__name__, hint=hint)
     model.eval()
     config = model.config.get_text_config(decoder=True)

@@ -298,7 +298,8 @@ def _check_forward(module: nn.Module, inputs: Mapping[str, Example]) -> None:
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
     known = {each.name: each for each in _parameters(module.forward)}
     if strange := [name for name in inputs if name not in known and not takes_any]:
-        raise ExportError("forward() takes no such input.", got=strange[0], hint=nearest(strange[0], known))
+        hint = nearest(strange[0], known) if known else "named parameters, as in forward(self, x, mask)"
+        raise ExportError("forward() takes no such input.", got=strange[0], hint=hint)
     if missing := [key for key, each in known.items() if each.default is each.empty and key not in inputs]:
         raise ExportError("forward() needs inputs that have no example.", got=", ".join(missing), hint=_SEE)
 

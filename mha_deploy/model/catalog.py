@@ -59,7 +59,7 @@ def refuse_what_is_no_model(model: str) -> None:
     if (path / "config.json").is_file():
         hint = (
             f"--hf {model} --layer 0 for one layer; for the whole model a factory that returns "
-            "md.from_transformers(model)"
+            "md.from_transformers(model), or for images or audio a Deployable of the model in a wrapper"
         )
         raise SpecError("This is the folder of a checkpoint.", got=model, hint=hint)
     if (path / "manifest.json").is_file():

@@ -159,6 +159,7 @@ def test_deploy_refuses_what_no_kernel_supports_before_it_exports(run_cli, tmp_p
         ("two.py", "two.py:encoder or two.py:decoder"),
         ("none.py", "Deployable"),
         ("checkpoint", "--hf checkpoint"),
+        ("checkpoint", "Deployable"),
         ("bundle", "mha-deploy validate bundle"),
         ("of-factory", "two.py:encoder"),
         ("of-file", "net.onnx"),

@@ -66,6 +66,7 @@ def test_the_same_seed_gives_the_same_weights():
         ("two_sizes", "8 in tokens, 9 in mask"),
         ("too_many_names", "more axis names than dimensions"),
         ("unknown_input", "did you mean 'mask'"),
+        ("unnamed_inputs", "named parameters"),
         ("missing_input", "no example"),
         ("bad_range", "Axis S is not a range"),
     ],

@@ -267,6 +267,8 @@ def test_a_model_of_transformers_that_does_not_just_take_tokens_is_refused(kind)
     with pytest.raises(ExportError, match="take tokens") as raised:
         md.from_transformers(getattr(transformers, kind)(small[kind]))
     assert raised.value.got == kind
+    assert "Deployable(" in raised.value.hint
+    assert ("pixel_values" in raised.value.hint) == (kind == "ViTModel")
 
 
 def test_a_call_that_brings_more_tokens_than_entries_is_refused_before_the_export(tmp_path):
