@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -422,9 +423,10 @@ def load_graph(path: Path, *, files: Collection[str] | None = None) -> ir.Model:
     try:
         proto = onnx.ModelProto.FromString(read_regular(path, LARGEST_FILE))
     except FileNotFoundError as error:
-        raise DeployError(
-            "There is no such ONNX file.", got=path, hint="the path of a file that exists"
-        ) from error
+        hint = "the path of a file that exists"
+        if near := get_close_matches(path.name, [each.name for each in path.parent.glob("*.onnx")], n=1):
+            hint = f"did you mean {path.with_name(near[0])}? Or {hint}"
+        raise DeployError("There is no such ONNX file.", got=path, hint=hint) from error
     except Exception as error:  # protobuf raises its own types, which differ between implementations
         raise DeployError(
             "The file is not an ONNX model.",

@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
 from msgspec import Meta, Struct, field
@@ -70,6 +70,8 @@ from mha_deploy.validation.run import validate_bundle
 
 NO_GPU, ANY_GPU = "none", "any"
 _DEFAULT = "default"  # the options of a plan that has none
+_Backend = Literal["tensorrt", "tensorrt-rtx"]
+_Precision = Literal["fp16", "bf16", "fp32", "auto"]
 
 
 class ModelEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,7 +87,7 @@ class RuntimeEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A runtime of the plan, and where it is, if not here: see docs/matrix.md."""
 
     name: str
-    backend: Literal["tensorrt", "tensorrt-rtx"] = "tensorrt-rtx"
+    backend: _Backend = "tensorrt-rtx"
     path: str | None = None  # a folder that `pip install --target` wrote
     python: str | None = None  # of an environment in which mha-deploy is installed too
     pip: list[str] = []  # packages: installed below the output folder, or on Ray through `runtime_env`
@@ -96,7 +98,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     models: list[str | ModelEntry]
     runtimes: list[RuntimeEntry]
-    precisions: list[Literal["fp16", "bf16", "fp32", "auto"]] = field(default_factory=lambda: ["fp16"])
+    precisions: list[_Precision] = field(default_factory=lambda: ["fp16"])
     gpus: list[str] = field(default_factory=lambda: [NO_GPU])  # or `any`, or a type as Ray names it: `H200`
     options: dict[str, dict[str, Any]] = field(default_factory=lambda: {_DEFAULT: {}})  # of `build-engine`
     seed: int = 0
@@ -119,6 +121,9 @@ def read_plan(source: Any) -> Plan:
         if unknown := re.match(r"Object contains unknown field `(.*?)`(?: - at `\$\.(\w+))?", str(error)):
             entry = {"models": ModelEntry, "runtimes": RuntimeEntry}.get(unknown[2], Plan)
             hint = f"{nearest(unknown[1], entry.__struct_fields__)}; {hint}"
+        if strange := re.match(r"Invalid enum value '(.*?)' - at `\$\.(\w+)", str(error)):
+            allowed = get_args(_Backend if strange[2] == "runtimes" else _Precision)
+            hint = f"{nearest(strange[1], allowed)}; {hint}"
         raise DeployError("The plan cannot be read.", got=f"{source}: {error}", hint=hint) from error
     for what in ("models", "runtimes", "precisions", "gpus", "options"):
         if not getattr(plan, what):

@@ -124,6 +124,7 @@ def test_files_that_cannot_be_used(source, tmp_path, refused):
     broken = tmp_path / "broken.onnx"
     broken.write_text("not a graph")
     refused("fuse", tmp_path / "no.onnx", "-o", output, what="no such ONNX file")
+    refused("fuse", tmp_path / "brokn.onnx", "-o", output, what="no such ONNX file", hint="broken.onnx")
     refused("fuse", broken, "-o", output, what="not an ONNX model")
     refused("fuse", source, "-o", source, "--overwrite", what="Output and input are the same")
     refused("fuse", source, "-o", tmp_path, "--overwrite", what="not a regular file")

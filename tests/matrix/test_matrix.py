@@ -72,6 +72,16 @@ def test_a_field_that_no_plan_has_is_answered_with_those_it_has(tmp_path, field,
     assert repr(near) in caught.value.hint
 
 
+def test_a_value_that_no_plan_has_is_answered_with_those_it_may_have(tmp_path):
+    for changed, allowed in (
+        ({"runtimes": [{**RTX, "backend": "ort-cpu"}]}, ("tensorrt", "tensorrt-rtx")),
+        ({"precisions": ["fp8"]}, ("fp16", "bf16", "auto")),
+    ):
+        with pytest.raises(md.DeployError) as caught:
+            md.matrix({**plan_of("tiny-mha"), **changed}, tmp_path / "out", jobs=1)
+        assert all(each in caught.value.hint for each in allowed)
+
+
 # -- which cells are done --------------------------------------------------------------------------
 
 
