@@ -170,6 +170,16 @@ def large_scores():
     return made
 
 
+def large_masked_scores():
+    """The number of the mask is -inf in FP16 before the scores overflow, which it is meant to be."""
+
+    def hide(scores, hidden):
+        number = torch.where(hidden, -1e9, 0.0).to(scores.dtype)
+        return scores * 1e4 * 1e4 + number
+
+    return _masked(hide)
+
+
 def logarithm_of_negatives():
     return deployable(lambda self, x: self.a(x) + torch.log(-1.0 - x * x))
 

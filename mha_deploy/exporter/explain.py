@@ -580,16 +580,20 @@ def _first_overflow(run: Callable[[], object]) -> _Watch:
     watch, eager = _Watch(), oracle.Float32Accumulation()
     with contextlib.suppress(Exception), torch.inference_mode(), oracle.dense_flex_attention(), eager, watch:
         run()
+    if watch.masked is None:
+        watch.found = watch.found or watch.hidden
     return watch
 
 
 class _Watch(Intercept):
     """Notes the first call that makes numbers that are not finite from numbers that are.
 
-    Scores that a mask takes to -inf are meant to be; a softmax of nothing else is noted by itself.
+    Scores that a mask takes to -inf are meant to be; a softmax of nothing else is noted by itself. A number
+    that becomes -inf because its type cannot hold it may be a mask's: it is named only where nothing else is.
     """
 
     found: str | None = None
+    hidden: str | None = None
     masked: str | None = None
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -605,16 +609,37 @@ class _Watch(Intercept):
                 self.found = f"{_place()}{name}{_too_large(given)}"
             raise
         if from_finite and not all(map(_is_finite, tree_leaves(result))) and not _masks(given, result):
-            self.found = f"{_place()}{name}{_reached(func, args, kwargs)}"
+            place = f"{_place()}{name}{_reached(func, args, kwargs)}"
+            if _is_mask_number(given, result):
+                self.hidden = self.hidden or place
+            else:
+                self.found = place
         scores = args[0] if args else kwargs.get("input")
         if self.masked is None and "softmax" in name and (count := _without_keys(scores, result)):
             self.masked = f"{_place()}{name}, {count:,} of them in all heads"
         return result
 
 
+def _only_hides(result: Any) -> bool:
+    """Whether all that is not finite in a result is -inf."""
+    return isinstance(result, Tensor) and not bool((result.isnan() | (result == math.inf)).any())
+
+
+def _is_mask_number(given: list[Any], result: Any) -> bool:
+    """Whether what became -inf is one number that the type of the result cannot hold, as -1e9 in FP16."""
+    if not _only_hides(result):
+        return False
+    most, tensors = torch.finfo(result.dtype).max, [each for each in given if isinstance(each, Tensor)]
+    if any(isinstance(each, (int, float)) and abs(each) > most for each in given):
+        return True
+    if len(tensors) != 1 or tensors[0].shape != result.shape or tensors[0].dtype == result.dtype:
+        return False
+    return tensors[0][result == -math.inf].unique().numel() == 1
+
+
 def _masks(given: list[Any], result: Any) -> bool:
     """Whether a call adds the lowest number of a type, or nearly, to scores: what is below it is -inf."""
-    if not isinstance(result, Tensor) or bool(result.isnan().any()) or bool((result == math.inf).any()):
+    if not _only_hides(result):
         return False
     tensors = [each for each in given if isinstance(each, Tensor) and each.is_floating_point()]
     return any(each.numel() and float(each.min()) <= 0.9 * torch.finfo(each.dtype).min for each in tensors)

@@ -94,11 +94,12 @@ def test_the_default_takes_them(tmp_path, factory):
     assert all(np.isfinite(case.eager["output"]).all() for case in golden_cases(bundle))
 
 
-def test_the_call_that_overflows_is_named(tmp_path):
+@pytest.mark.parametrize(("factory", "call"), [("large_scores", "linear"), ("large_masked_scores", "mul")])
+def test_the_call_that_overflows_is_named(tmp_path, factory, call):
     with pytest.raises(ExportError, match="overflows") as caught:
-        md.export(f"{FILE}:large_scores", tmp_path / "bundle", precision="fp16")
+        md.export(f"{FILE}:{factory}", tmp_path / "bundle", precision="fp16")
     assert "edge_models.py:" in caught.value.got
-    assert "linear" in caught.value.got
+    assert call in caught.value.got
     assert 'precision="auto"' in caught.value.hint
 
 
