@@ -695,6 +695,8 @@ def bisection_renderable(found: Bisection) -> RenderableType:
         lines.append(f"first wrong node: {node.operator} {node.node}, value {node.value}: {node.problem}")
         if node.shown_at is not None:
             lines.append(f"compared behind it, at {node.shown_at}: what lies between only moves numbers")
+        if node.constants:
+            lines.append(f"constants that differ from the bundle's graph: {', '.join(node.constants)}")
     names = ", ".join(found.unseen[:4]) + (", …" if len(found.unseen) > 4 else "")
     if found.unseen:
         lines.append(f"nodes before it whose results could not be compared: {len(found.unseen)} ({names})")

@@ -35,7 +35,7 @@ from mha_deploy.engine.build import twin_opener
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph.file import load_graph, value_named, with_outputs
-from mha_deploy.graph.ir import nodes_behind
+from mha_deploy.graph.ir import input_at, is_op, nodes_behind
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.roles import CARRIES
 from mha_deploy.graph.upcast import float32_twin, unfused_twin
@@ -242,6 +242,8 @@ class Suspect(Struct, frozen=True, kw_only=True):
     problem: str | None  # what is wrong with the result
     # A node behind it, whose result was compared: all that lies between only moves numbers
     shown_at: str | None = None
+    # What it reads, or an unseen node before it, and is not what the bundle's graph has by that name
+    constants: tuple[str, ...] = ()
 
 
 class Bisection(Struct, frozen=True, kw_only=True):
@@ -350,6 +352,19 @@ def _value_names(model: ir.Model) -> set[str]:
     return {str(value.name) for node in model.graph for value in node.outputs}
 
 
+def _mask_nodes(model: ir.Model) -> set[ir.Node]:
+    """The nodes that the masks of attentions are computed by; not those that only give a size."""
+    pending = [input_at(node, 3) for node in model.graph if is_op(node, "Attention")]
+    found = set[ir.Node]()
+    while pending:
+        value = pending.pop()
+        node = None if value is None else value.producer()
+        if node is not None and node not in found and not is_op(node, "Shape"):
+            found.add(node)
+            pending += node.inputs
+    return found
+
+
 class _WrongValue(NamedTuple):
     """An output or an attention that is wrong."""
 
@@ -375,6 +390,8 @@ class _FaultSearch:
         self.precision, self.open_model, self.on_step = bundle.manifest.precision, open_model, on_step
         own = load_graph(bundle.model_path)
         self.model, self.layers = own if graph is None else load_graph(graph), layers_case(bundle)
+        self.own_constants = own.graph.initializers
+        self.masks = _mask_nodes(self.model)
         self.bundle, self.case, self.runs = bundle, case_to_bisect(bundle), 0
         self.graph_name = "" if graph is None else graph.name
         self.fit: Fit | None = None  # of another graph, once it was opened
@@ -481,7 +498,8 @@ class _FaultSearch:
             if (got := self.value(results[node])) is None:
                 untried.remove(node)
                 continue
-            found = _problem(got, wanted[results[node]].astype(np.float64), wrong.limit)
+            want = wanted[results[node]].astype(np.float64)
+            found = _problem(got, want, wrong.limit, is_mask=node in self.masks)
             inside = set(nodes_behind(node.outputs[:1]))
             if found is not None:
                 problems[node] = found
@@ -489,7 +507,8 @@ class _FaultSearch:
             untried = [each for each in untried if each in suspects and each not in problems]
         shown = next((node for node in suspects if node in problems), None)
         path = [] if shown is None else self._carried(shown, within, wanted)
-        unseen = [str(node.name) for node in suspects if node not in problems and node not in path]
+        others = [node for node in suspects if node not in problems and node not in path]
+        unseen = [str(node.name) for node in others]
         if shown is None:
             return None, unseen
         node = path[-1]
@@ -499,7 +518,21 @@ class _FaultSearch:
             value=results[node],
             problem=problems[shown],
             shown_at=None if node is shown else str(shown.name),
+            constants=self._changed([*others, *path]),
         ), unseen
+
+    def _changed(self, nodes: Sequence[ir.Node]) -> tuple[str, ...]:
+        """The constants that these nodes read, with other numbers than those of the bundle's graph."""
+        found = dict[str, None]()
+        for value in chain.from_iterable(node.inputs for node in nodes):
+            own = None if value is None else self.own_constants.get(str(value.name))
+            if value is None or own is None or value.const_value is None or own.const_value is None:
+                continue
+            got, want = value.const_value.numpy(), own.const_value.numpy()
+            # By chance, an exporter gives one name to different things.
+            if got.shape == want.shape and got.dtype == want.dtype and got.tobytes() != want.tobytes():
+                found[str(value.name)] = None
+        return tuple(found)
 
     def _carried(
         self, node: ir.Node, within: Set[ir.Node], wanted: Mapping[str, np.ndarray]
@@ -534,15 +567,29 @@ class _FaultSearch:
         return path
 
 
-def _problem(got: np.ndarray, want: np.ndarray, limit: float | None) -> str | None:
+def _problem(got: np.ndarray, want: np.ndarray, limit: float | None, *, is_mask: bool = False) -> str | None:
     """What is wrong with a value; None where it is right."""
     if got.shape != want.shape:
         return f"shape {got.shape}, not {want.shape}"
-    if not np.isfinite(got.astype(np.float64)).all():
+    # Next to numbers that hide keys, the others of a mask would not count; how large those are is no matter.
+    got = got.astype(np.float64)
+    alike = ~np.isfinite(want) & ((got == want) | (np.isnan(got) & np.isnan(want)))
+    counted = ~(alike | (_hides(got) & _hides(want) if is_mask else False))
+    got, want = got[counted], want[counted]
+    if not np.isfinite(got).all():
         return None if not np.isfinite(want).all() else "values are NaN or infinite"
     # Of the shape of an error only its size carries over from one value to another.
     off = metrics.measure(got, want).relative_l2
     return f"relative error {off:.2g}" if limit is None or off > limit else None
+
+
+_HIDES = 64.0  # a softmax leaves nothing of a number that is so much below another
+
+
+def _hides(mask: np.ndarray) -> np.ndarray:
+    """Where the numbers of a mask hide a key."""
+    most = mask.max(initial=-np.inf, where=np.isfinite(mask))
+    return mask <= min(most, 0.0) - _HIDES
 
 
 # -- Expected values inside a model, from a trusted source -----------------------------------------

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnx_ir as ir
 import pytest
 from bundle_edit import rehash
@@ -324,3 +325,28 @@ def test_another_graph_of_the_model_is_bisected(own_bundles, broken, run_cli):
     assert json.loads(done.out)["wrong"] is None
     with pytest.raises(md.DeployError, match="engine"):
         md.bisect(own_bundles(), "tensorrt-rtx", graph=other)
+
+
+@pytest.mark.parametrize("hidden", ["-1e9", "-inf"])
+def test_numbers_that_hide_keys_do_not_hide_a_wrong_number_of_a_mask(tmp_path, run_cli, hidden):
+    """Next to -1e9 or -inf, a difference in the bias that is added to it is small."""
+    text = """<ir_version: 10, opset_import: ["": 23]>
+    g (float[B, 2, 4, 8] x) => (float[B, 2, 4, 8] y) <float[1, 2, 4, 4] mask, float[B, 2, 4, 8] attended> {
+        mask = Add(bias, hides)
+        attended = Attention(x, x, x, mask)
+        y = Relu(attended)
+    }"""
+    model = onnx.parser.parse_model(text)
+    bias = np.random.default_rng(0).standard_normal((1, 2, 4, 4)).astype(np.float32)
+    hides = np.triu(np.full((1, 1, 4, 4), float(hidden), np.float32), 1)
+    model.graph.initializer.extend(map(numpy_helper.from_array, (bias, hides), ("bias", "hides")))
+    onnx.save(model, tmp_path / "model.onnx")
+    bundle = md.export(tmp_path / "model.onnx", tmp_path / "bundle", precision="fp32", golden=("opt",))
+    other, bias[0, 0, 2, 1] = onnx.load(bundle.model_path), bias[0, 0, 2, 1] + 0.05
+    (changed,) = (each for each in other.graph.initializer if each.name == "bias")
+    changed.CopyFrom(numpy_helper.from_array(bias, "bias"))
+    onnx.save(other, tmp_path / "other.onnx")
+    found = md.bisect(bundle, "ort-cpu", graph=tmp_path / "other.onnx")
+    assert (found.first_node.operator, found.first_node.value) == ("Add", "mask")
+    assert found.first_node.constants == ("bias",)
+    assert "bias" in run_cli("bisect", bundle.path, "--graph", tmp_path / "other.onnx").out
