@@ -384,7 +384,7 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
     Kind.GRAPH_NOT_FUSED: _about_graph,
     Kind.ENGINE_NOT_FUSED: "engine {0.place.engine}: {0.detail}",
     Kind.ENGINE_PRECISION: "engine {0.place.engine}: {0.detail}",
-    Kind.NARROWED: "engine {0.place.engine} computes {0.numbers[matmuls]:.0f} matmuls in fewer bits than "
+    Kind.NARROWED: "engine {0.place.engine} runs {0.numbers[matmuls]:.0f} matmul kernels in fewer bits than "
     "the graph",
     Kind.OUTSIDE_PROFILES: _about_profiles,
     Kind.FAULT: "at fault: {0.names[0]}. {0.detail}",

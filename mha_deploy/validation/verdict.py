@@ -608,7 +608,7 @@ def _about_engines(
             about = {"engine": name, "detail": manifest.precision_summary}
             yield _found(level, Section.PRECISION, Kind.ENGINE_PRECISION, **about)
         if narrowed := manifest.verdict.precision.narrowed:  # which may overflow
-            about = {"engine": name, "numbers": {"matmuls": len(narrowed)}}
+            about = {"engine": name, "numbers": {"matmuls": len({each.kernel for each in narrowed})}}
             yield _found(Severity.WARNING, Section.PRECISION, Kind.NARROWED, **about)
         for each in absent:
             if each.name == name:

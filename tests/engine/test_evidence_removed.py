@@ -6,6 +6,7 @@ import random
 import re
 from dataclasses import replace
 
+import onnx_ir as ir
 import pytest
 from rtx_engines import build_rtx
 
@@ -122,3 +123,18 @@ def test_an_engine_that_is_opened_again_has_its_verdict(bundles, tmp_path):
     options = EngineOptions(backend="tensorrt-rtx", targets="8.9", overwrite=True)
     engine = engine_from_bundle(bundle, options)
     assert open_engine(engine.path).manifest.verdict == engine.manifest.verdict
+
+
+SIZES_ALONE = """<ir_version: 10, opset_import: ["": 23]>
+sizes (float16[B, 8] x, float16[8, 8] w) => (float16[B, 8] y) {
+    unread = MatMul(x, w)
+    scaled = Mul(unread, unread)
+    shape = Shape(scaled)
+    read = MatMul(x, w)
+    y = Expand(read, shape)
+}"""
+
+
+def test_a_matmul_of_which_only_the_sizes_are_read_needs_no_kernel():
+    types = written_types(ir.from_onnx_text(SIZES_ALONE))
+    assert [name for name, each in types.items() if each.is_matmul] == ["node_of_read"]

@@ -163,9 +163,24 @@ def _twins(model: ir.Model) -> dict[ir.Node, ir.Node]:
     return twins
 
 
+def _unread(model: ir.Model) -> set[ir.Node]:
+    """The nodes of whose results at most the sizes are read."""
+    found = set[ir.Node]()
+    for node in reversed(model.graph):
+        uses = [use.node for value in node.outputs for use in value.uses()]
+        is_output = any(value.is_graph_output() for value in node.outputs)
+        if not is_output and all(is_op(user, "Shape", "Size") or user in found for user in uses):
+            found.add(node)
+    return found
+
+
 def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
-    """The types of every node of the graph that TensorRT gets; unknown ones are left out."""
+    """The types of every node of the graph that TensorRT gets; unknown ones are left out.
+
+    So are nodes of whose results only the sizes are read: TensorRT has no kernel for them.
+    """
     found: dict[str, WrittenTypes] = {}
+    unread = _unread(model)
     constants: set[ir.Value] = set()
     twins = _twins(model)
 
@@ -188,7 +203,7 @@ def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
         return gemms.get(str(node.name)) if dtype is None else dtype_of(dtype.name)
 
     for node in model.graph.all_nodes():
-        if not node.outputs:
+        if not node.outputs or node in unread:
             continue
         inputs = [value for value in node.inputs if value is not None]
         is_constant = all(value in constants or value.is_initializer() for value in inputs)
