@@ -275,7 +275,8 @@ class OnnxSource(ExportSource):
                 given = {str(v.name): case.inputs[str(v.name)] for v in self.original.graph.inputs}
                 got = runner.run({k: x.astype(self._inputs[k].dtype.numpy()) for k, x in given.items()})  # type: ignore[union-attr]
             arrays = {f"oracle/{name}": oracle[name] for name in kept}
-            arrays |= {f"eager/{name}": got[name].astype(types[name]) for name in kept}
+            # A graph with the types of the file need not state them.
+            arrays |= {f"eager/{name}": got[name].astype(types.get(name, got[name].dtype)) for name in kept}
             arrays |= pack_baselines(baselines)
             if sum(array.nbytes for array in arrays.values()) <= _LAYERS_BYTES:
                 file = f"layers/{case.name}.safetensors"

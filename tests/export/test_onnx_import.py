@@ -197,6 +197,17 @@ def test_an_example_that_has_another_size_where_the_file_fixes_it_is_refused(tmp
     assert not (tmp_path / "bundle").exists()
 
 
+def test_an_attention_whose_type_the_file_does_not_state_is_judged(tmp_path):
+    text = """<ir_version: 10, opset_import: ["" : 23]> g (float[B, 2, 4, 8] x) => (float[B, 2, 4, 8] y) {
+        attended = Attention (x, x, x)
+        y = Relu (attended)
+    }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    bundle = md.export(tmp_path / "model.onnx", tmp_path / "bundle", precision="fp32", golden=("opt",))
+    assert list(bundle.manifest.layers.values.values()) == ["attended"]
+    assert md.validate(bundle, latency=False, layers=True).passed
+
+
 def test_numbers_that_are_nan_on_the_way_are_no_warning(tmp_path, recwarn):
     """A query that sees no key: its softmax is NaN, which the file replaces."""
     text = """<ir_version: 8, opset_import: ["": 17]>
