@@ -291,7 +291,11 @@ def decoder_that_is_never_empty():
 
 
 def decoder_of_an_unknown_output():
-    return decoder({"past_key": "key"})
+    return decoder({**CACHED, "past_key": "key"})
+
+
+def decoder_of_half_a_cache():
+    return decoder({name: output for name, output in CACHED.items() if not name.endswith("_1")})
 
 
 def decoder_of_an_unknown_input():
@@ -299,4 +303,4 @@ def decoder_of_an_unknown_input():
 
 
 def decoder_whose_cache_does_not_grow():
-    return decoder({"past_key": "logits"})
+    return decoder({**CACHED, "past_key": "logits"})

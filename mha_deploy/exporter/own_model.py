@@ -165,6 +165,8 @@ def _check(given: Deployable, reference: str, name: str) -> UserModule:
     if (found := two_sizes(dims, {key: each.tensor.shape for key, each in given.inputs.items()})) is not None:
         what, hint = f"Axis {found[0]} has two sizes in the examples.", "examples of one size, or two axes"
         raise ExportError(what, got=found[1], hint=hint)
+    if not placing:
+        _check_caches(given.kv_cache, given.inputs, dims, axes)
     _check_positions(placing, given.inputs, dims)
     _check_forward(given.module, given.inputs)
     if not all(isinstance(each, str) and each for each in given.outputs):
@@ -178,6 +180,22 @@ def _check(given: Deployable, reference: str, name: str) -> UserModule:
         _change_copies(given.module, checked["kv_cache"], given.outputs)
         checked["outputs"] = ()
     return UserModule(**{**vars(given), **checked}, factory=reference, dims=dims)
+
+
+def _check_caches(cached: Mapping[str, str], inputs: Mapping[str, Example], dims: _Dims, axes: Axes) -> None:
+    """Refuse an input that has the axes of a cache that grows, and is not declared as one."""
+
+    def kind(name: str) -> tuple[object, ...]:
+        """The type of an input, and the axes that are not of one size."""
+        varying = (dim if dim in axes and axes[str(dim)].is_dynamic else None for dim in dims[name])
+        return inputs[name].tensor.dtype, *varying
+
+    grown = {kind(name): name for name in cached if any(kind(name)[2:])}  # not by the batch alone
+    if missing := [name for name in inputs if name not in cached and kind(name) in grown]:
+        what = "Inputs have the axes of the KV cache, and kv_cache does not have them."
+        got = f"{', '.join(missing)}, with the axes of {grown[kind(missing[0])]}"
+        hint = f'kv_cache with "{missing[0]}" and the output that takes its place, or another axis for it'
+        raise ExportError(what, got=got, hint=hint)
 
 
 def _check_positions(placing: Sequence[str], inputs: Mapping[str, Example], dims: _Dims) -> None:
