@@ -455,7 +455,7 @@ class _FaultSearch:
         """The last attention that is right, and the first that is wrong."""
         wanted, limit = dict[str, np.ndarray](), _wrong_value(whole).limit
         if self.layers is None:  # the values of this case are not in the bundle
-            wanted = {} if reference.doubt else reference.values(list(self.values.values()))
+            wanted = {} if reference.doubt else dict(reference.values(list(self.values.values())))
             self.values = {name: value for name, value in self.values.items() if value in wanted}
 
         def wrong(name: str, got: np.ndarray) -> _WrongValue | None:
