@@ -431,8 +431,8 @@ def check(
     from mha_deploy.engine.inspection import check_target
 
     file = None if isinstance(bundle, Bundle) else _path(bundle)
-    is_graph = file is not None and file.suffix == ".onnx"
-    return check_target(file if is_graph else _open(bundle), target, version, sm)
+    subject = file if file is not None and file.suffix == ".onnx" else _open(bundle)
+    return check_target(subject, target, version, sm)
 
 
 # -- Engines ---------------------------------------------------------------------------------------

@@ -173,8 +173,8 @@ def check_names(inputs: Mapping[str, TensorInfo], feeds: Arrays) -> None:
         hint = f"a dictionary of arrays by name: {', '.join(sorted(inputs))}"
         raise DeployError("The inputs are not a dictionary.", got=type(feeds).__name__, hint=hint)
     if set(feeds) != set(inputs):
-        got = sorted(map(str, feeds))
-        raise DeployError("The names of the inputs do not match.", got=got, hint=f"give {sorted(inputs)}")
+        names = sorted(map(str, feeds))
+        raise DeployError("The names of the inputs do not match.", got=names, hint=f"give {sorted(inputs)}")
     for name, info in inputs.items():
         if not isinstance(getattr(feeds[name], "dtype", None), np.dtype):
             got = type(feeds[name]).__name__

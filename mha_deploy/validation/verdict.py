@@ -494,8 +494,8 @@ def _headline(
     sizes = [gap.text for gap in missing if gap.kind is not Kind.NOT_RUN]
     if len(sizes) > _SHOWN_MISSING:
         requested = [gap.text for gap in shrunk_gaps(report.bundle.manifest)]
-        more = len(sizes) - len(requested)
-        items = [plural(more, "more item" if requested else "item")] if more else []
+        others = len(sizes) - len(requested)
+        items = [plural(others, "more item" if requested else "item")] if others else []
         parts.append(f"not covered: {', '.join(requested + items)}")
     elif sizes:
         parts.append(f"not covered: {', '.join(sizes)}")
