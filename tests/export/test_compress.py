@@ -388,6 +388,7 @@ def test_every_gemm_of_a_quantized_engine_is_counted_once(bundles):
     gram = ir.node("MatMul", [last.outputs[0], last.outputs[0]], name="gram")  # of two activations
     gram.outputs[0].type, gram.outputs[0].name = logits.type, "gram.y"
     model.graph.append(gram)
+    model.graph.outputs.append(gram.outputs[0])
     packed = replace(kernel("k", ["fp8"], ["fp8"]), onnx_nodes=("q", "k", "v"))
     kernels = [packed, kernel("out", ["fp16"], ["fp16"]), kernel("up", ["fp8"], ["fp8"])]
     kernels += [kernel(name, ["fp16"], ["fp16"]) for name in ("attention", "gram")]
