@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
+from mha_deploy.bundle.folder import MANIFEST, Bundle
 from mha_deploy.text import plural
 
 if TYPE_CHECKING:
@@ -124,11 +125,12 @@ def _foreign_plan(path: Path) -> ForeignPlan | None:
     beside = manifest_path(path)
     if beside.exists() or partial_files(beside) or (backend := backend_of_plan(path)) is None:
         return None
-    kernels = kernels_from_plan(read_plan(path))
+    plan = read_plan(path)
+    kernels = kernels_from_plan(plan)
     return ForeignPlan(
         backend=backend,
-        bytes=path.stat().st_size,
-        sha256=sha256(path),
+        bytes=len(plan),
+        sha256=hashlib.sha256(plan).hexdigest(),
         kernels=len(kernels),
         attention_kernels=tuple(each.name for each in kernels if each.is_fused_attention),
         softmax_kernels=tuple(each.name for each in kernels if each.is_softmax),

@@ -313,7 +313,7 @@ def explain_failure(error: Exception, name_of: SizeNames, trace_again: Callable[
     if not about_sizes:
         frame = _own_frame(traceback.extract_tb(error.__traceback__))
         cause = _SYMBOL.sub(lambda match: listener.axes.get(match[0], match[0]), first_cause(error))
-        remedy, about_types = _remedy(text), _is_about_types(text, cause)
+        remedy, about_types = _remedy(text) or _USUAL, _is_about_types(text, cause)
         if frame is not None and _RANGE_GUARD.search(frame.line or ""):  # which is in FP16 only
             remedy = "--precision auto: it traces the module in float32, without its branches for FP16"
             about_types = False
@@ -348,14 +348,15 @@ _REMEDIES = {
 _USUAL = "write that part of forward() with other operators, or another version of PyTorch"
 
 
-def _remedy(text: str) -> str:
-    return next((hint for sign, hint in _REMEDIES.items() if re.search(sign, text)), _USUAL)
+def _remedy(text: str) -> str | None:
+    """What helps where PyTorch says so; None where that is not known."""
+    return next((hint for sign, hint in _REMEDIES.items() if re.search(sign, text)), None)
 
 
 def explain_example(refusal: ExportError, module: nn.Module, inputs: Mapping[str, Tensor]) -> ExportError:
     """What refused a trace; or its example, where the module itself does not run on it either."""
     error = _failure(module, inputs)
-    if error is None or _remedy(str(error)) != _USUAL:
+    if error is None or _remedy(str(error)) is not None:
         return refusal
     shown = ", ".join(f"{name} {_type_name(each.dtype)} {list(each.shape)}" for name, each in inputs.items())
     hint, is_type = f"examples of the shapes and types that forward() takes; these are {shown}", False
@@ -406,7 +407,7 @@ def translation_error(error: Exception, program: ExportedProgram) -> ExportError
     ]
     got = f"{own_line(_frames(named[0])) if named else ''}{cause[:_LONGEST]}"
     what, text = "PyTorch could not write the module as ONNX.", str(error) + cause
-    return ExportError(what, got=got, hint=_remedy(text), about_types=_is_about_types(text, cause))
+    return ExportError(what, got=got, hint=_remedy(text) or _USUAL, about_types=_is_about_types(text, cause))
 
 
 def _frames(node: Node) -> list[traceback.FrameSummary]:

@@ -354,15 +354,8 @@ def _value_names(model: ir.Model) -> set[str]:
 
 def _mask_nodes(model: ir.Model) -> set[ir.Node]:
     """The nodes that the masks of attentions are computed by; not those that only give a size."""
-    pending = [input_at(node, 3) for node in model.graph if is_op(node, "Attention")]
-    found = set[ir.Node]()
-    while pending:
-        value = pending.pop()
-        node = None if value is None else value.producer()
-        if node is not None and node not in found and not is_op(node, "Shape"):
-            found.add(node)
-            pending += node.inputs
-    return found
+    masks = [input_at(node, 3) for node in model.graph if is_op(node, "Attention")]
+    return set(nodes_behind(masks, lambda node: () if is_op(node, "Shape") else node.inputs))
 
 
 class _WrongValue(NamedTuple):
