@@ -21,7 +21,7 @@ from msgspec.structs import replace as changed
 
 from mha_deploy.bundle.cases import Arrays
 from mha_deploy.bundle.folder import SOURCE, Bundle, sha256
-from mha_deploy.bundle.manifest import LossLayer, LossMetric, LossOutput, LossPoint, LossRecord
+from mha_deploy.bundle.manifest import LossLayer, LossMetric, LossOutput, LossPoint, LossRecord, ShrunkRange
 from mha_deploy.bundle.samples import Sample, as_taken
 from mha_deploy.bundle.sizes import PlannedCase
 from mha_deploy.errors import DeployError, ExportError, LossExceeded, nearest
@@ -88,6 +88,7 @@ class Original:
     origin: str  # where its weights come from
     samples: Any = None  # of the user
     chosen: frozenset[str] = frozenset()  # the axes whose sizes the user gave, for a file
+    shrunk: tuple[ShrunkRange, ...] = ()  # the axes that vary less than requested
     notes: tuple[str, ...] = ()
 
 
@@ -555,6 +556,7 @@ class CompressedSource(OnnxSource):
         self._before, self.loss = original, record
         self.title, self.summary = original.name, f"{original.name}, compressed: {record.what}"
         self.notes += original.notes
+        self.shrunk = original.shrunk
         if record.outside:
             name, sizes = next(iter(record.outside.items()))
             count = plural(len(record.outside), "sample")

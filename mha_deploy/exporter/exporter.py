@@ -145,6 +145,7 @@ def _original(
         precision=source.precision,
         draw=draw,
         origin=source.origin(),
+        shrunk=tuple(source.shrunk),
         notes=tuple(source.notes),
     )
 

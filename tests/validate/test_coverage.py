@@ -173,16 +173,21 @@ def test_sizes_that_were_requested_and_not_exported_are_not_covered(narrow, tmp_
 class ScaledByLength(nn.Module):
     """Whose scale is a number of Python that follows the length: it cannot vary in a graph."""
 
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(8, 8)
+
     def forward(self, x):
-        scale = math.log(x.shape[1]) / x.shape[2]
+        x, scale = self.project(x), math.log(x.shape[1]) / x.shape[2]
         return torch.softmax(x @ x.transpose(1, 2) * scale, -1) @ x
 
 
 @pytest.mark.slow
-def test_a_range_that_shrank_at_export_is_a_finding(tmp_path):
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_a_range_that_shrank_at_export_is_a_finding(tmp_path, precision):
     example = md.Example(torch.randn(2, 16, 8), "B", "S")
     given = md.Deployable(module=ScaledByLength(), inputs={"x": example}, axes={"B": "1:2:4", "S": "2:16:40"})
-    bundle = md.export(given, tmp_path / "bundle", precision="fp32", golden=("opt",))
+    bundle = md.export(given, tmp_path / "bundle", precision=precision, golden=("opt",))
     (shrunk,) = open_bundle(bundle.path).manifest.shrunk
     assert (shrunk.axis, shrunk.requested_max, shrunk.max) == ("S", 40, 16)
     report = md.validate(bundle, latency=False, probe=False)
