@@ -35,6 +35,7 @@ from mha_deploy.options import (
     PackageOptions,
     Step,
     ValidateOptions,
+    given_of,
     in_python,
     read_options,
     refuse_contradictions,
@@ -891,6 +892,9 @@ def deploy(
     builder = EngineOptions(**{name: exported.pop(name) for name in OF_DEPLOY if name in exported})
     settings = read_options(ExportOptions, exported, *OF_DEPLOY)
     settings = replace(settings, **found.weight_options(weights, settings.prefix))
+    if not engine and (unused := given_of(builder, OF_DEPLOY)):
+        what, hint = "Without an engine, its options are not used.", "leave them out, or --no-engine"
+        raise DeployError(what, got=", ".join(unused), hint=hint)
     refuse_export(found, _path(out), settings, inputs or {})  # before anything heavy is imported
     if not candidates and is_traced_beside(found.source, settings):
         from mha_deploy.runtime.child import EXPORTER, TENSORRT, prepare_child
@@ -1128,6 +1132,11 @@ def compare_heads(
     from mha_deploy.validation.heads import compare_bundle_heads, compare_layer_heads
 
     if isinstance(model, Bundle):
+        own: dict[str, Any] = {"--inputs": inputs, "example_inputs": example_inputs, "--axis": axes}
+        own |= {"--seed": seed, "--weights": weights, "--prefix": prefix}
+        if unused := [name for name, given in own.items() if given]:
+            what, hint = "A bundle has its own weights and inputs.", "leave them out, or name the model"
+            raise DeployError(what, got=", ".join(unused), hint=hint)
         return compare_bundle_heads(model, attention)
     found = load_model(model, example_inputs=example_inputs, axes=axes)
     if not isinstance(found.source, AttentionSpec):

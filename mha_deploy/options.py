@@ -7,7 +7,7 @@ the command line makes an option of each (`cli/arguments.py`). `help` of a recor
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -84,6 +84,16 @@ def read_options(record: type[Record], given: Mapping[str, Any], *others: str) -
             for name, value in given.items()
         }
     )
+
+
+def given_of(options: Any, names: Iterable[str]) -> list[str]:
+    """Those of some options that do not have their defaults, as on the command line: `--opset 24`."""
+    found = []
+    for each in options_of(type(options), *names).values():
+        if (value := getattr(options, each.name)) != each.default:
+            flag = (each.metadata["flags"] or (f"--{each.name.replace('_', '-')}",))[0]
+            found.append(flag if value is True else f"{flag} {value}")
+    return found
 
 
 # -- Export ----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import click
 from mha_deploy import api as md
 from mha_deploy.cli.help import Command, choices_of
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError, SpecError, place_of_error
-from mha_deploy.options import MOST_SECONDS, OnStep, option, options_of, silent
+from mha_deploy.options import MOST_SECONDS, OF_DEPLOY, OnStep, option, options_of, silent
 from mha_deploy.status import Outcome
 
 if TYPE_CHECKING:
@@ -195,8 +195,10 @@ def _with_requirements(
     if found is None:
         return values
     result = dict(values)
+    # Those of an engine that is not built are for other calls.
+    unused = OF_DEPLOY if verb == "deploy" and not values["engine"] else ()
     for name, value in found.options(verb, _model_of(values)).items():
-        if name in known and name not in given:
+        if name in known and name not in (*given, *unused):
             is_numbers = known[name][0] == "Sequence[int]"
             result[name] = ",".join(map(str, value)) if is_numbers else value
     if "requirements" in known and values.get("requirements") is None:

@@ -915,9 +915,10 @@ def analyze(
     from mha_deploy.cli import tables
 
     options["model"] = model
-    if options["inputs"] is not None and heads is None:
-        problem, hint = "--inputs is only used with --heads.", "add --heads FILE.png"
-        raise DeployError(problem, got=options["inputs"], hint=hint)
+    of_heads = ["inputs", "weights", "attention", "seed", *(["prefix"] if options["hf"] is None else [])]
+    if heads is None and (unused := [f"--{name} {options[name]}" for name in of_heads if options[name]]):
+        problem, hint = "Without --heads, nothing is run.", "add --heads FILE.png, or leave them out"
+        raise DeployError(problem, got=", ".join(unused), hint=hint)
     given = [options["hf"], options["inputs"], options["weights"], options["model"].rpartition(":")[0]]
     sources = [options["model"], *filter(None, given)]
     if heads is not None:
@@ -926,8 +927,11 @@ def analyze(
     if (Path(model) / "manifest.json").is_file():
         found_model = md.open_bundle(model)
         name, is_layer = found_model.manifest.spec.name, found_model.manifest.spec.kind != "module"
-        for key in ("model", "hf", "layer", "axis"):
-            options.pop(key, None)
+        given = {key: options.pop(key) for key in ("hf", "layer", "axis")}
+        if unused := [f"--{key}" for key, value in given.items() if value]:
+            what, hint = "A bundle has its own weights and axes.", "leave them out, or name the model"
+            raise DeployError(what, got=", ".join(unused), hint=hint)
+        del options["model"]
     else:
         found_model = pop_model(options)
         name, is_layer = found_model.name, found_model.is_layer

@@ -21,7 +21,7 @@ from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import EIGHT_BITS, find_precision
 from mha_deploy.model.source import Model, find_model
 from mha_deploy.model.spec import ModelSpec
-from mha_deploy.options import AUTO, ExportOptions, OnStep, uncounted
+from mha_deploy.options import AUTO, ExportOptions, OnStep, given_of, uncounted
 from mha_deploy.output import refuse_inside, refuse_occupied, scratch_folder
 
 if TYPE_CHECKING:
@@ -196,12 +196,10 @@ def refuse_export(model: Model, out: Path, options: ExportOptions, inputs: Mappi
         return
     if options.precision != AUTO:
         find_precision(options.precision)
-    usual = vars(ExportOptions())
-    if given := [name for name in OF_EIGHT_BITS if getattr(options, name) != usual[name]]:
-        flag = f"--{given[0].replace('_', '-')}"
+    if given := given_of(options, OF_EIGHT_BITS):
         hint = "--precision int8 or fp8, or leave it out"
         got = f"--precision {options.precision}"
-        raise DeployError(f"{flag} needs an eight-bit precision.", got=got, hint=hint)
+        raise DeployError(f"{given[0].split()[0]} needs an eight-bit precision.", got=got, hint=hint)
 
 
 def _open_original(
@@ -221,11 +219,11 @@ def _open_original(
 
 def _refuse_unused(model: Model, options: ExportOptions, inputs: Mapping[str, Any]) -> None:
     """Refuse options that this kind of model would leave unused."""
-    is_file, usual = model.onnx_file is not None, vars(ExportOptions())
+    is_file = model.onnx_file is not None
     refused = _NOT_OF_FILE if is_file else {} if model.is_layer else _NOT_OF_MODULE
     for name, (what, hint) in refused.items():
-        if (given := getattr(options, name)) != usual[name]:
-            raise ExportError(what, got=f"--{name} {given}", hint=hint)
+        if given := given_of(options, (name,)):
+            raise ExportError(what, got=given[0], hint=hint)
     if options.prefix and options.weights is None:
         what, hint = "--prefix needs a checkpoint.", "--weights FILE as well, or leave it out"
         raise ExportError(what, got=f"--prefix {options.prefix}", hint=hint)

@@ -28,6 +28,7 @@ def folder(bundles, tmp_path):
 
 def test_deploy_exports_and_validates(run_cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "mha-deploy.toml").write_text('[deploy]\nbackend = "tensorrt"\n')  # for other calls
     done = run_cli("deploy", "tiny-mqa", "--no-engine", "--golden", "min", "--golden", "opt")
     assert done.code == 0, done.err
     assert open_bundle(tmp_path / "bundles" / "tiny-mqa-fp16").manifest.spec.name == "tiny-mqa"
@@ -38,6 +39,16 @@ def test_deploy_exports_and_validates(run_cli, tmp_path, monkeypatch):
     assert "deploy tiny-mqa:" not in done.out
     assert "engine" not in done.out.replace("no engine", "")
     assert (tmp_path / "bundles" / "tiny-mqa-fp16" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--backend", "tensorrt"), ("--attention", "plugin"), ("--sm", "89"), ("--allow-decomposed",)],
+)
+def test_options_of_an_engine_that_is_not_built_are_refused(refused, tmp_path, options):
+    command = ("deploy", "tiny-mqa", "-o", tmp_path / "b", "--no-engine", *options)
+    refused(*command, what="engine", got=options[0], hint="--no-engine")
+    assert not (tmp_path / "b").exists()
 
 
 @pytest.mark.slow

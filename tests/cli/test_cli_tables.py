@@ -184,9 +184,17 @@ def test_analyze_compares_heads_and_writes_a_heatmap(run_cli, tmp_path):
     assert 0 <= heads["redundancy"] <= 1
 
 
-def test_inputs_without_heads_are_refused(run_cli, tmp_path):
-    done = run_cli("analyze", "tiny-mha", "--inputs", tmp_path / "absent.npz")
-    assert done.code == 2
+@pytest.mark.parametrize("option", ["--inputs", "--weights", "--prefix", "--attention", "--seed"])
+def test_options_of_heads_without_heads_are_refused(refused, option):
+    refused("analyze", "tiny-mha", option, "7", what="--heads", got=option, hint="--heads")
+
+
+@pytest.mark.parametrize("options", [("--axis", "S=1:2:3"), ("--weights", "absent", "--heads", "h.png")])
+def test_options_that_a_bundle_leaves_unused_are_refused(refused, bundles, tmp_path, monkeypatch, options):
+    monkeypatch.chdir(tmp_path)
+    unused = options[0].removeprefix("--")
+    refused("analyze", bundles("tiny-gqa").path, *options, what="bundle", got=unused, hint="")
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- doctor --------------------------------------------------------------------------------------
