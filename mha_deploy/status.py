@@ -118,7 +118,6 @@ class Kind(Word):
     GRAPH_NOT_FUSED = "graph not fused"
     ENGINE_NOT_FUSED = "engine not fused"
     ENGINE_PRECISION = "engine precision"
-    NARROWED = "narrowed"
     OUTSIDE_PROFILES = "outside profiles"
     FAULT = "fault"
     FP16_RANGE = "fp16 range"

@@ -384,8 +384,6 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
     Kind.GRAPH_NOT_FUSED: _about_graph,
     Kind.ENGINE_NOT_FUSED: "engine {0.place.engine}: {0.detail}",
     Kind.ENGINE_PRECISION: "engine {0.place.engine}: {0.detail}",
-    Kind.NARROWED: "engine {0.place.engine} runs {0.numbers[matmuls]:.0f} matmul kernels in fewer bits than "
-    "the graph",
     Kind.OUTSIDE_PROFILES: _about_profiles,
     Kind.FAULT: "at fault: {0.names[0]}. {0.detail}",
     Kind.FP16_RANGE: lambda finding: f"{summarize_names(finding.names)}: {finding.detail}",
@@ -437,7 +435,7 @@ _ENGINE_REASONS = {
     "may be a matmul": "{place} may be a matmul: its name does not show what it computes",
     "matmul not reported": "no kernel is reported for the matmul {place}",
     "computed type not reported": "{place} reads {wanted}, and may compute in fewer bits",
-    "another type": "{place} is in {got}",
+    "another type": "{place} is in {got}, not {wanted}",
     "plan differs": "the manifest claims {wanted}, the plan shows {got}",
     "other weights": "the weights in the plan are not those of the bundle",
     "plan unreadable": "the manifest claims {got}, and only {place} on its GPU can read the plan",

@@ -368,10 +368,13 @@ def _nodes_table(manifest: EngineManifest) -> Table:
 def _doubts(manifest: EngineManifest) -> list[RenderableType]:
     """What is not in the requested precision, what sources disagree on, and why attention is not fused."""
     verdict, precision = manifest.verdict, manifest.verdict.precision
-    offenders = group_by(precision.offenders, lambda each: (each.what, without_hash(each.kernel), each.dtype))
+    offenders = group_by(
+        precision.offenders, lambda each: (each.what, without_hash(each.kernel), each.dtype, each.wanted)
+    )
     lines: list[RenderableType] = [
         Text(
-            f"{same[0].what} of {summarize_names([each.kernel for each in same])} is {same[0].dtype}",
+            f"{same[0].what} of {summarize_names([each.kernel for each in same])} is {same[0].dtype}"
+            + (f", {same[0].wanted} in the graph" if same[0].wanted else ""),
             style="red",
         )
         for same in offenders
@@ -400,7 +403,6 @@ def _precision_notes(precision: PrecisionVerdict) -> list[str]:
             notes.append(f"{plural(len(kernels), 'matmul kernel')} {what} (e.g. {kernels[0]})")
     for phrase, found in (
         ("{} in {}, as in the graph", written),
-        ("{} of FP32 in the graph run in {}", precision.narrowed),
         ("{} run in {}", precision.islands),
     ):
         if found:

@@ -607,9 +607,6 @@ def _about_engines(
             level = Severity.NOTE if manifest.has_requested_types else level
             about = {"engine": name, "detail": manifest.precision_summary}
             yield _found(level, Section.PRECISION, Kind.ENGINE_PRECISION, **about)
-        if narrowed := manifest.verdict.precision.narrowed:  # which may overflow
-            about = {"engine": name, "numbers": {"matmuls": len({each.kernel for each in narrowed})}}
-            yield _found(Severity.WARNING, Section.PRECISION, Kind.NARROWED, **about)
         for each in absent:
             if each.name == name:
                 about = {"engine": name, "detail": each.reason}

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from rtx_engines import build_rtx
 
 from mha_deploy.engine.build import judge_engine
-from mha_deploy.graph.ir import infer_shapes
+from mha_deploy.graph.ir import constant, infer_shapes
 from mha_deploy.graph.lower import lower
 from mha_deploy.runtime.tensorrt.engine_verdict import (
     ReasonKind,
@@ -124,12 +124,29 @@ def test_an_engine_with_a_layer_kept_in_fp32_is_as_requested(mixed_graph) -> Non
     assert engine_verdict(built.kernels, ["att"], "fp16").precision.status == "mixed"
 
 
-def test_a_matmul_between_casts_is_narrowed_and_reported(sandwich) -> None:
-    """If this fails, TensorRT has learnt to keep such matmuls, and weights beyond FP16 are safe there."""
+def test_a_matmul_in_fp32_between_casts_stays_in_fp32(sandwich) -> None:
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
-    built = build_rtx(sandwich, targets="89")
-    verdict = engine_verdict(built.kernels, [], "fp16", written=written_types(sandwich)).precision
-    assert {"wide"} <= {name for found in verdict.narrowed for name in found.onnx_nodes}
+    lowered = lower(sandwich, "trt")
+    types = written_types(lowered)
+    verdict = engine_verdict(build_rtx(lowered, targets="89").kernels, [], "fp16", written=types).precision
+    narrow = {name for found in verdict.offenders if found.dtype == "fp16" for name in found.onnx_nodes}
+    assert "wide" not in narrow
+    # If this fails, TensorRT has learnt to keep such matmuls, and need not be asked to.
+    types = written_types(sandwich)
+    verdict = engine_verdict(build_rtx(sandwich, targets="89").kernels, [], "fp16", written=types).precision
+    assert verdict.status == "mixed"
+    assert {"wide"} <= {name for found in verdict.offenders for name in found.onnx_nodes}
+    assert {found.wanted for found in verdict.offenders} == {"fp32"}
+
+
+def test_what_keeps_a_matmul_in_fp32_changes_no_number(sandwich) -> None:
+    """Signs of zero, infinities and NaN among them."""
+    numbers = np.zeros((4, 16, 64), np.float16)
+    numbers[0, :, 0], numbers[1, 0] = [-0.0, np.inf, *np.linspace(-9, 9, 13), np.nan], -0.0
+    kept = next(node for node in lower(sandwich, "trt").graph if node.op_type == "Add")
+    added = constant(kept.inputs[1]).numpy()
+    wide = numbers.astype(np.float32)
+    assert (wide + added).tobytes() == wide.tobytes()
 
 
 def test_a_matmul_that_stays_wide_is_not_narrowed() -> None:
@@ -137,8 +154,17 @@ def test_a_matmul_that_stays_wide_is_not_narrowed() -> None:
         [matmul("mm"), matmul("wide", "fp32")],
         {"mm": written("fp16"), "wide": written("fp32")},
     )
-    assert precision_verdict(kernels, "fp16", types).narrowed == ()
-    assert len(precision_verdict([matmul("wide")], "fp16", types).narrowed) == 2
+    assert precision_verdict(kernels, "fp16", types).has_requested_types
+    narrow = precision_verdict([matmul("mm"), matmul("wide")], "fp16", types)
+    assert narrow.status == "mixed"
+    assert len(narrow.offenders) == 2
+    # A bias and a residual in FP16 behind factors in FP32.
+    wide = matmul("wide", "fp32", nodes=("wide", "add"))
+    wide = replace(
+        wide, inputs=(*wide.inputs, tensor("residual")), constants=(*wide.constants, tensor("bias"))
+    )
+    types["add"] = written("fp16", is_matmul=False)
+    assert precision_verdict([matmul("mm"), wide], "fp16", types).has_requested_types
 
 
 @pytest.mark.parametrize(

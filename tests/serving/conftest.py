@@ -70,7 +70,7 @@ def with_engines(bundles, tmp_path):
             ]  # fmt: skip
             known = {
                 "requested": precision, "status": "unknown", "counts": {}, "offenders": [], "islands": [],
-                "reasons": [], "has_untyped": False, "written": [], "narrowed": [],
+                "reasons": [], "has_untyped": False, "written": [],
             }  # fmt: skip
             record = EngineManifest(
                 backend="tensorrt",

@@ -38,7 +38,7 @@ def evaluation(name, outcomes, engine=None):
 
 
 def engine_named(name):
-    verdict = SimpleNamespace(precision=SimpleNamespace(narrowed=(), ok=True))
+    verdict = SimpleNamespace(precision=SimpleNamespace(ok=True))
     summaries = {"fusion_summary": "1/1 fused", "precision_summary": "precision: fp16 (verified)"}
     manifest = SimpleNamespace(all_fused=True, verdict=verdict, ranges=[], **summaries)
     return SimpleNamespace(path=SimpleNamespace(stem=name), manifest=manifest, is_confirmed=True)

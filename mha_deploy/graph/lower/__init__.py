@@ -73,7 +73,8 @@ class Dialect:
     # Writes an attention in eight bits with all of its Q/DQ; None where its weights are an output like others
     quantized: Callable[..., ir.Value] | None = None
     broadcasts: bool = True  # whether masks may broadcast over the queries
-    finish: Callable[..., None] | None = None  # runs when every attention is written; changes the model
+    # Runs when every attention is written; gives whether it changed the model
+    finish: Callable[..., bool] | None = None
 
 
 DIALECTS = {
@@ -83,6 +84,7 @@ DIALECTS = {
         options=to_trt.TrtOptions,
         operators=to_trt.operator_rules,
         quantized=to_trt.quantized_to_trt,
+        finish=to_trt.keep_wide_matmuls,
     ),
     "primitives": Dialect(
         rule=to_primitives.lower_to_primitives,
@@ -135,14 +137,13 @@ def lower(model: ir.Model, dialect: str, **options: Any) -> ir.Model:
         if chosen.quantized is not None:
             _write_quantized(lowered, chosen, settings)
         _rewrite(lowered, chosen.rule, chosen, settings)
-        if chosen.finish is not None:
-            chosen.finish(lowered, settings)
+        changed = chosen.finish is not None and chosen.finish(lowered, settings)
         opset = getattr(settings, "opset", None)
-        changed = opset is not None and to_opset(lowered, opset)
+        changed = (opset is not None and to_opset(lowered, opset)) or changed
     except LoweringError as error:
         error.name_dialect(dialect)
         raise
-    if changed or chosen.finish is not None:
+    if changed:
         infer_shapes(lowered)
     return refuse_invalid(lowered, lambda: model, f"The graph in the {dialect} dialect")
 

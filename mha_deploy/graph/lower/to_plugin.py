@@ -646,8 +646,11 @@ def _refuse_what_the_plugin_refuses(call: AttentionCall, own: Mapping[str, Any])
             raise call.refuse(reason, got=f"S={queries}, T={total}", hint="dialect primitives")
 
 
-def finish(model: ir.Model, options: PluginOptions) -> None:
-    """Remove transposes that cancel; write gates as inputs and projections as nodes of the plugin."""
+def finish(model: ir.Model, options: PluginOptions) -> bool:
+    """Remove transposes that cancel; write gates as inputs and projections as nodes of the plugin.
+
+    Gives whether the model changed: it does whatever there is.
+    """
     attentions = [node for node in model.graph.all_nodes() if plugin.is_plugin_attention(node)]
     fold_tables(model, attentions, options.longest)
     for node in attentions:
@@ -670,6 +673,7 @@ def finish(model: ir.Model, options: PluginOptions) -> None:
         replace_node(node, b, {0: PRIMITIVE_RULES[node.op_type](node, b)})
     CommonSubexpressionEliminationPass()(model)  # a mask is computed once for all layers
     RemoveUnusedNodesPass()(model)
+    return True
 
 
 # -- One GEMM instead of three: pack the projections that read the same input ----------------------

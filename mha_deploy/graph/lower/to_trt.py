@@ -14,7 +14,16 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT, QuantizedAttention, Y
-from mha_deploy.graph.ir import NodeBuilder
+from mha_deploy.graph.ir import (
+    NodeBuilder,
+    constant,
+    input_at,
+    is_op,
+    made_by,
+    node_name,
+    prefix_within,
+    prefixes_in,
+)
 from mha_deploy.graph.lower import masks
 from mha_deploy.graph.lower.call import AttentionCall, LoweringError, OperatorRules, Outputs
 from mha_deploy.graph.lower.operators import keep_scatter
@@ -25,6 +34,9 @@ from mha_deploy.graph.lower.to_primitives import (
     lower_to_primitives,
     quantized_to_primitives,
 )
+from mha_deploy.graph.roles import CARRIES, MATMULS
+
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,3 +133,41 @@ def _rebuild(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> Output
         b.nodes += side.live_nodes([scores])
         outputs[QK_OUTPUT] = scores
     return outputs
+
+
+def keep_wide_matmuls(model: ir.Model, options: TrtOptions) -> bool:
+    """Let the matmuls that the graph keeps in FP32 stay in FP32; whether that changed the model.
+
+    TensorRT-RTX 1.7 multiplies in FP16 what it finds between two Casts, and rounds the weights, too: one
+    beyond FP16 becomes infinite. It keeps a matmul that reads the result of arithmetic. So -0.0 is added to
+    what was upcast: it changes no number, and is part of the kernel of the Cast.
+    """
+    taken, changed = prefixes_in(model), False
+    for node in [each for each in model.graph.all_nodes() if is_op(each, *MATMULS)]:
+        operands = node.inputs if node.op_type == "Einsum" else node.inputs[:2]
+        computed = [value for value in operands if constant(value) is None]
+        casts = [_upcast(value) for value in computed]
+        if None in casts or node.graph is None:
+            continue
+        b = NodeBuilder(prefix_within(f"{node_name(node)}_in_fp32", taken))
+        for value, cast in dict(zip(computed, casts, strict=True)).items():
+            if value is None or constant(input_at(cast, 0)) is not None:  # a weight in FP16 was upcast
+                continue
+            kept = b.op("Add", value, b.constant(-0.0, ir.DataType.FLOAT), name="kept")
+            kept.dtype, kept.shape = value.dtype, value.shape
+            for at, operand in enumerate(node.inputs):
+                if operand is value:
+                    node.replace_input_with(at, kept)
+        node.graph.insert_before(node, b.nodes)
+        changed = changed or bool(b.nodes)
+    return changed
+
+
+def _upcast(value: ir.Value | None) -> ir.Node | None:
+    """The Cast from FP16 or BF16 to FP32 whose numbers a value has, perhaps elsewhere; None for another."""
+    while (node := made_by(value, *CARRIES)) is not None:
+        value = input_at(node, 0)
+    cast = made_by(value, "Cast")
+    source = input_at(cast, 0)
+    is_upcast = source is not None and source.dtype in _HALVES and value is not None
+    return cast if is_upcast and value.dtype == ir.DataType.FLOAT else None

@@ -436,6 +436,7 @@ class Offender(Struct, frozen=True, kw_only=True):
     what: str
     dtype: str
     onnx_nodes: tuple[str, ...] = ()
+    wanted: str = ""  # the type that the graph has there; empty where it is the requested one
 
 
 class GemmTypes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -460,15 +461,13 @@ class PrecisionVerdict(Struct, frozen=True, kw_only=True):
     requested: str  # the types of the graph, as `fp16` or `fp8/fp16`
     status: PrecisionStatus
     counts: dict[str, int]  # of the tensors of each type, and of the kernels with a type in their names
-    # Matmuls and attentions with another floating-point type that is not the graph's; other kernels with one.
+    # Matmuls and attentions with a floating-point type that is not the graph's: another than requested, or
+    # FP16 where the graph keeps FP32. Other kernels with another type than requested.
     offenders: tuple[Offender, ...] = ()
     islands: tuple[Offender, ...] = ()
     reasons: tuple[EngineReason, ...] = ()  # why it is mixed or unknown; empty otherwise
     has_untyped: bool = False  # whether a matmul or attention was reported without its types
-    # Matmuls and attentions with another type that the graph requests; matmuls that the graph keeps in a
-    # wider type than the engine multiplies in.
-    written: tuple[Offender, ...] = ()
-    narrowed: tuple[Offender, ...] = ()
+    written: tuple[Offender, ...] = ()  # matmuls and attentions with another type that the graph requests
     accumulate_in_fp16: tuple[str, ...] = ()  # the kernels that do, by their names
     selected_at_load: tuple[str, ...] = ()  # the matmuls whose kernels are chosen when the engine is loaded
     gemms: GemmTypes | None = None  # where the graph quantizes
@@ -507,9 +506,9 @@ def precision_verdict(
     """Judge an engine's precision by its kernels, as one source reports them.
 
     It is `mixed` as soon as one matmul or attention is of another floating-point type than requested and
-    `written` in the graph, or something was quantized; `verified` only where every kernel could be judged and
-    every matmul of the graph was reported; `selected at load` where only that is missing which the device
-    chooses; else `unknown`.
+    `written` in the graph, or narrower than there, or something was quantized; `verified` only where every
+    kernel could be judged and every matmul of the graph was reported; `selected at load` where only that is
+    missing which the device chooses; else `unknown`.
     """
     generated, missing = _matmuls_by_graph(kernels, written or {})
     heavy = [kernel for kernel in kernels if kernel.is_heavy or id(kernel) in generated]
@@ -532,6 +531,7 @@ def precision_verdict(
             (offenders if quantized else islands).append(found)
     proven, half, open_ = _quantized_matmuls(heavy, written or {})
     offenders += half
+    offenders += [found for kernel in heavy for found in _narrowed(kernel, written or {})]
     owners = {name: node for node, names in (attention or {}).items() for name in names}
     inside = {owners[name]: dtype for name, dtype in proven.items() if name in owners}
     for name in {*(each.what for each in half), *(n for n, w in (written or {}).items() if w.quantized)}:
@@ -543,7 +543,10 @@ def precision_verdict(
     if offenders:
         found = offenders[0]
         reason = EngineReason(
-            kind=ReasonKind.OTHER_TYPE, place=found.kernel, got=found.dtype, wanted=precision
+            kind=ReasonKind.OTHER_TYPE,
+            place=found.kernel,
+            got=found.dtype,
+            wanted=found.wanted or precision,
         )
     later = tuple(kernel.name for kernel in heavy if _SELECTED_AT_LOAD in kernel.tactic)
     known = PrecisionStatus.SELECTED_AT_LOAD if later else PrecisionStatus.VERIFIED
@@ -556,7 +559,6 @@ def precision_verdict(
         reasons=(reason,) if reason else (),
         has_untyped=any(_is_untyped(kernel, precision) for kernel in heavy if not kernel.is_opaque),
         written=tuple(from_graph),
-        narrowed=tuple(found for kernel in heavy for found in _narrowed(kernel, written or {})),
         accumulate_in_fp16=tuple(k.tactic for k in kernels if _NARROW_SUM.search(k.tactic.lower())),
         selected_at_load=later,
         gemms=_gemm_types(heavy, written or {}, owners, proven, half),
@@ -696,9 +698,9 @@ def _offenders(kernel: Kernel, precision: str, quantized: frozenset[str]) -> lis
     ]
 
 
-def _offender(kernel: Kernel, what: str, dtype: str) -> Offender:
-    nodes = kernel.onnx_nodes
-    return Offender(kernel=kernel.name, tactic=kernel.tactic, what=what, dtype=dtype, onnx_nodes=nodes)
+def _offender(kernel: Kernel, what: str, dtype: str, wanted: str = "") -> Offender:
+    about = {"kernel": kernel.name, "tactic": kernel.tactic, "onnx_nodes": kernel.onnx_nodes}
+    return Offender(what=what, dtype=dtype, wanted=wanted, **about)
 
 
 def _nodes(kernel: Kernel, written: Written) -> list[WrittenTypes]:
@@ -715,16 +717,20 @@ def _is_written(kernel: Kernel, role: str, dtype: str, written: Written) -> bool
 
 
 def _narrowed(kernel: Kernel, written: Written) -> list[Offender]:
-    """The inputs of a matmul in FP16 or BF16 that is FP32 in the graph.
+    """The factors in FP16 or BF16 of a matmul that is FP32 in the graph.
 
-    TensorRT-RTX 1.7.1 does so where the matmul is between two Casts, and rounds its weights too: one beyond
-    the range of FP16 becomes infinite. Attention is left out: its kernels accumulate in FP32 inside.
+    TensorRT-RTX 1.7.1 narrows a matmul between two Casts, unless it was lowered for it (`keep_wide_matmuls`).
+    What a kernel adds to the result may be narrow: then it reads two wide factors as well. Attention is left
+    out: its kernels accumulate in FP32 inside.
     """
     matmuls = [node for node in _nodes(kernel, written) if node.is_matmul]
     if kernel.is_fused_attention or not matmuls or any(node.reads != {"fp32"} for node in matmuls):
         return []
-    narrow = [each for each in kernel.inputs + kernel.constants if each.dtype in ("fp16", "bf16")]
-    return [_offender(kernel, tensor.name, tensor.dtype) for tensor in narrow]
+    read = [tensor for tensor in _data(kernel) if tensor not in kernel.outputs]
+    narrow = [tensor for tensor in read if tensor.dtype in ("fp16", "bf16")]
+    if len(narrow) < 2 or sum(tensor.dtype == "fp32" for tensor in read) > 1:
+        return []
+    return [_offender(kernel, tensor.name, tensor.dtype, "fp32") for tensor in narrow]
 
 
 def _why_unknown(
