@@ -255,6 +255,18 @@ def test_one_source_that_knows_what_is_in_eight_bits_is_enough(first):
     assert verdict.precision.quantized == {"fp8": 1}
 
 
+@pytest.mark.parametrize(("others", "status"), [((), "unknown"), (("a_kernel",), "verified")])
+def test_a_source_without_a_kernel_does_not_excuse_that_it_may_be_a_matmul(others, status):
+    matmul = replace(SCORES, inputs=FUSED.inputs, outputs=FUSED.outputs, tactic="sm80_xmma_gemm_f16f16_f16")
+    other = Kernel(name="a_kernel", layer_type="kgen", outputs=(EngineTensor(name="z", dtype="fp32"),))
+    half = replace(other, outputs=FUSED.outputs)
+    plan = [matmul, *(replace(half, name=name) for name in others)]
+    alone = engine_verdict({"inspector": [matmul, other]}, (), "fp16").precision
+    both = engine_verdict({"inspector": [matmul, other], "plan": plan}, (), "fp16").precision
+    assert kinds(alone) == [ReasonKind.MAY_BE_MATMUL]
+    assert both.status == status
+
+
 def test_without_sources_everything_is_unknown():
     verdict = engine_verdict({"log": [], "plan": []}, ["att0"], "fp16", profiles=2)
     assert [node.status for node in verdict.nodes] == ["unknown", "unknown"]

@@ -878,7 +878,8 @@ def engine_verdict(
         nodes.append(verdict)
         doubts += conflict
     by_source = {n: precision_verdict(kernels, precision, written, groups) for n, kernels in reported.items()}
-    judged, conflict = _merge_precision(by_source, _requested(precision, written))
+    names = {name: {kernel.label for kernel in kernels} for name, kernels in reported.items()}
+    judged, conflict = _merge_precision(by_source, names, _requested(precision, written))
     return EngineVerdict(nodes=tuple(nodes), precision=judged, disagreements=(*doubts, *conflict))
 
 
@@ -1042,12 +1043,13 @@ _FROM_WORST = (
 
 
 def _merge_precision(
-    verdicts: Mapping[str, PrecisionVerdict], requested: str
+    verdicts: Mapping[str, PrecisionVerdict], names: Mapping[str, set[str]], requested: str
 ) -> tuple[PrecisionVerdict, list[Disagreement]]:
     """The worst that is known; `unknown` where no source knows, or one reports what no other could judge.
 
     A plan contains only Myelin's regions, the inspector reports everything but what is inside them: an
     inspector that does not know the type of one of its layers is not overruled by a plan without that layer.
+    `names` are those of the kernels that each source reports.
     """
     unknown = PrecisionStatus.UNKNOWN
     ranked = sorted(verdicts.items(), key=lambda item: _FROM_WORST.index(item[1].status))
@@ -1055,7 +1057,8 @@ def _merge_precision(
         reasons = (EngineReason(kind=ReasonKind.NO_SOURCE),)
         return PrecisionVerdict(requested=requested, status=unknown, counts={}, reasons=reasons), []
     name, worst = ranked[0][0], _with_eight_bits(ranked[0][1], verdicts.values())
-    untyped = [each for each in verdicts.values() if each.status == unknown and _is_unjudged(each)]
+    judged = {each for source, v in verdicts.items() if v.has_requested_types for each in names[source]}
+    untyped = [v for source, v in verdicts.items() if v.status == unknown and _is_unjudged(v, source, judged)]
     if untyped and worst.has_requested_types:
         return replace(worst, status=unknown, reasons=untyped[0].reasons), []
     doubts = [
@@ -1088,7 +1091,13 @@ def _with_eight_bits(verdict: PrecisionVerdict, all_: Iterable[PrecisionVerdict]
     )
 
 
-def _is_unjudged(verdict: PrecisionVerdict) -> bool:
-    """Whether a source reports a kernel that it could not judge, so that no other source excuses it."""
-    kinds = (ReasonKind.FOREIGN_PLUGIN, ReasonKind.COMPUTE_TYPE)
-    return verdict.has_untyped or any(reason.kind in kinds for reason in verdict.reasons)
+def _is_unjudged(verdict: PrecisionVerdict, source: str, judged: set[str]) -> bool:
+    """Whether a source reports a kernel that it could not judge, so that no other source excuses it.
+
+    One that may be a matmul is excused by a source that judged it; a profiler spells names differently.
+    """
+    kinds = [ReasonKind.FOREIGN_PLUGIN, ReasonKind.COMPUTE_TYPE]
+    kinds += [ReasonKind.MAY_BE_MATMUL] if source != "profile" else []
+    reasons = [reason for reason in verdict.reasons if reason.kind in kinds]
+    is_known = all(each.kind == ReasonKind.MAY_BE_MATMUL and each.place in judged for each in reasons)
+    return verdict.has_untyped or not is_known
