@@ -398,8 +398,9 @@ class ChildDecodeLoop(_Remote):
         return self.apply(methodcaller("cache"), step="reading the cache")
 
     def close(self) -> None:
-        """Free the device's memory."""
-        self.apply(methodcaller("close"), step="closing the decode loop", last=True)
+        """Free the device's memory; a crash has freed it, and is the error to report."""
+        if not self._held or self._held[0].is_alive:
+            self.apply(methodcaller("close"), step="closing the decode loop", last=True)
 
 
 def _sizes(feeds: Arrays) -> str:

@@ -35,6 +35,21 @@ def open_echo(fails=None, names=("x",)):
     return Echo(fails, names)
 
 
+class Generating(Echo):
+    """A runner whose decode loop fails at its first tokens."""
+
+    def decode_loop(self, *, B, T=None):
+        self.lengths, self.most_tokens = np.zeros(B, np.int32), None
+        return self
+
+    def feed(self, x, counts):
+        self._fails()
+
+
+def open_generating(fails):
+    return Generating(fails)
+
+
 def segmentation_fault():
     print("the last words of a runtime", file=sys.stderr, flush=True)
     ctypes.string_at(0)

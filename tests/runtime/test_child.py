@@ -121,6 +121,15 @@ def test_a_crash_is_an_error_that_names_signal_step_and_output(failure, named):
             runner.run({"x": np.ones(3, np.float16)})
 
 
+def test_a_crash_in_a_decode_loop_is_the_error_that_leaves_it():
+    with open_isolated(FAMILY, "Runtime 1.0", failing.open_generating, failing.segmentation_fault) as runner:
+        with pytest.raises(RuntimeCrash) as caught, runner.decode_loop(B=1) as loop:
+            loop.feed(np.ones((1, 1, 8), np.float16))
+        assert "SIGSEGV" in caught.value.what
+        assert "decoding 1 new tokens" in caught.value.what
+        assert "the last words of a runtime" in caught.value.got
+
+
 def test_a_hang_ends_at_the_limit():
     isolation.limit_s = 0.25
     with pytest.raises(RuntimeCrash) as caught:
