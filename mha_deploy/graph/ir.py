@@ -144,7 +144,7 @@ def dims(value: ir.Value | None) -> tuple[Dim, ...]:
 def dim(value: ir.Value | None, axis: int) -> Dim:
     """The dimension of one axis; None where it is not known."""
     found = dims(value)
-    return found[axis] if axis < len(found) else None
+    return found[axis] if -len(found) <= axis < len(found) else None
 
 
 def same_size(one: Dim, other: Dim) -> bool:

@@ -18,6 +18,7 @@ from onnx.reference import ReferenceEvaluator
 
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import LoweringError
+from mha_deploy.graph.plugin_node import GIVEN
 from mha_deploy.graph.rules import check_operators, operator_options, target_from
 
 with warnings.catch_warnings():
@@ -183,3 +184,18 @@ def test_rtx_takes_every_published_case(dialect: str, options: dict[str, Any]) -
     for case in CASES.values():
         built = build(lower(ir.from_proto(case.model), dialect, **options))
         assert (len(built.kernels), built.unused_inputs) == (1, ()), case.name
+
+
+def test_positions_of_unknown_rank_are_given_to_the_plugin() -> None:
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["": 23]>
+        g (float16[2,S,64] q, float16[2,S,64] k, float16[2,S,64] v, int64[n] shape, int64[1,S] ids,
+           float16[128,8] cos, float16[128,8] sin) => (float16[2,S,64] y) {
+          p = Expand(ids, shape)
+          a = RotaryEmbedding<num_heads=4>(q, cos, sin, p)
+          b = RotaryEmbedding<num_heads=4>(k, cos, sin, p)
+          y = Attention<q_num_heads=4, kv_num_heads=4>(a, b, v)
+        }"""
+    )
+    (node,) = (each for each in lower(model, "plugin").graph if each.domain == "mha_deploy")
+    assert node.attributes.get_int("rotary_positions") == GIVEN
