@@ -125,7 +125,7 @@ class OrtCpuRunner(Runner):
                 disabled_optimizers=[MOVES_TRANSPOSES],
             )
         except Exception as error:  # ONNX Runtime raises types of its own that share no base
-            if "NOT_IMPLEMENTED" in str(error):
+            if isinstance(error, ort.capi.onnxruntime_pybind11_state.NotImplemented):
                 raise BackendUnavailable(_NO_KERNEL, got=first_line(error), hint=_NO_BFLOAT16) from error
             raise DeployError(
                 "ONNX Runtime cannot load the graph.",
