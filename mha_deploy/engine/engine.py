@@ -552,9 +552,10 @@ def _derived_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None)
         status = PrecisionStatus.SELECTED_AT_LOAD if is_weaker else PrecisionStatus.UNKNOWN
         reasons = () if is_weaker else (reason,)
         precision = msgspec.structs.replace(precision, status=status, reasons=reasons)
-    # A budget depends on these, so a manifest may not leave them out.
+    # A budget depends on the last two, so a manifest may not leave them out.
     precision = msgspec.structs.replace(
         precision,
+        gemms=found.gemms,
         selected_at_load=precision.selected_at_load or found.selected_at_load,
         accumulate_in_fp16=precision.accumulate_in_fp16 or found.accumulate_in_fp16,
     )
@@ -562,17 +563,22 @@ def _derived_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None)
 
 
 def _written(graph: ir.Model, names: Sequence[str]) -> verdicts.Written:
-    """What the graph says of its nodes; an attention that was lowered to others is not one of them."""
-    lowered = {name.rpartition("/")[0] for name in names} - set(names)
+    """What the graph says of its nodes, but for attentions that were lowered to others, with their parts."""
     types = verdicts.written_types(graph)
-    return {name: node for name, node in types.items() if not (node.is_attention and name in lowered)}
+    attentions = [name for name, node in types.items() if node.is_attention]
+    in_plan, parts = (verdicts.group_by_attention(each, attentions) for each in (names, list(types)))
+    lowered = (name for name in attentions if in_plan[name] and name not in names)
+    gone = {part for name in lowered for part in parts[name]} - set(names)
+    return {name: node for name, node in types.items() if name not in gone}
 
 
 def _without_claims(verdict: EngineVerdict, reason: EngineReason) -> EngineVerdict:
     """A verdict of which nothing is known but what a manifest claims."""
     nodes = tuple(_unknown_node(node, reason) for node in verdict.nodes)
     why = msgspec.structs.replace(reason, got=verdict.precision.status.value)
-    precision = msgspec.structs.replace(verdict.precision, status=PrecisionStatus.UNKNOWN, reasons=(why,))
+    precision = msgspec.structs.replace(
+        verdict.precision, status=PrecisionStatus.UNKNOWN, reasons=(why,), gemms=None, quantized_attentions={}
+    )
     return msgspec.structs.replace(verdict, nodes=nodes, precision=precision)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from bundle_edit import copy_of
+from quantized_models import samples, transformer
 
 import mha_deploy as md
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
@@ -131,6 +132,31 @@ def test_a_decomposed_engine_cannot_claim_to_be_fused(others, tmp_path, claim):
     manifest = open_engine(path).manifest
     assert manifest.fused_count == (0, 1)
     assert manifest.verdict.nodes[0].reasons
+
+
+def claim_eight_bits(data):
+    gemms = {"kernels": 9, "quantized": {"fp8": 9}, "other_types": {}, "unknown": [], "unquantized": []}
+    data["verdict"]["precision"].update(gemms=gemms)
+
+
+def test_an_engine_cannot_claim_gemms_in_eight_bits_that_its_plan_does_not_show(engine):
+    edit(engine, claim_eight_bits)
+    assert open_engine(engine).manifest.verdict.precision.gemms is None
+    edit(engine, lambda data: data.update(backend="tensorrt", version="10.13.0"))
+    forge(engine, b"ftrt" + bytes(1000))
+    assert "GEMM" not in open_engine(engine).shown.precision_summary
+
+
+def test_an_attention_in_eight_bits_does_not_hide_the_precision_of_its_engine(tmp_path):
+    options = {"precision": "int8", "data": samples(), "quantize_attention": True, "golden": ("opt",)}
+    axes = {"B": "1:2:2", "S": "1:8:16"}
+    bundle = md.export(transformer(tmp_path / "small.onnx"), tmp_path / "bundle", axes=axes, **options)
+    built = engine_from_bundle(
+        bundle, EngineOptions(backend="tensorrt-rtx", targets="8.9", allow_decomposed=True)
+    )
+    opened = open_engine(built.path)
+    assert built.manifest.has_requested_types
+    assert opened.manifest.verdict.precision == built.manifest.verdict.precision
 
 
 MISFITS = {
