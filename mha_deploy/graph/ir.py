@@ -567,6 +567,10 @@ def prefix_within(name: str, taken: set[str]) -> str:
     return prefix
 
 
+SCORES_SUFFIX = "_scores"
+"""What a lowering adds to the name of an attention for scores that are an output, beside the fused node."""
+
+
 def replace_node(
     node: ir.Node, builder: NodeBuilder, outputs: dict[int, ir.Value], *, keep: Iterable[ir.Value] = ()
 ) -> None:

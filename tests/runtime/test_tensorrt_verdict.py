@@ -740,16 +740,17 @@ def test_a_fused_kernel_has_both_matmuls_and_nothing_else_computes_a_part(layers
     assert (verdict.status, kinds(verdict)) == (status, [kind] if kind else [])
 
 
-def test_scores_that_are_an_output_besides_are_reported():
+@pytest.mark.parametrize("prefix", ["a_scores", "a_scores/lowered"])
+def test_scores_that_are_an_output_besides_are_reported(prefix):
     """As the lowering writes them: a fused node, and scores and softmax beside it."""
     graph = {
         "a": replace(MATMUL, is_attention=True),
-        "a_scores/scores": MATMUL,
-        "a_scores/weights": A_SOFTMAX,
+        f"{prefix}/scores": MATMUL,
+        f"{prefix}/weights": A_SOFTMAX,
     }
     again = [
-        reported("mm", "a_scores/scores", tactic=F16, kind="gemm"),
-        reported("__myl_MaxrSubExpSum_myl0_5", "a_scores/weights", "a"),
+        reported("mm", f"{prefix}/scores", tactic=F16, kind="gemm"),
+        reported("__myl_MaxrSubExpSum_myl0_5", f"{prefix}/weights", "a"),
     ]
     (verdict,) = fusion_verdict(inspected(whole(nodes=("a",)), *again), ["a"], written=graph)
     assert (verdict.status, kinds(verdict)) == ("fused", [ReasonKind.SCORES_AGAIN])

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT, QuantizedAttention, Y
 from mha_deploy.graph.ir import (
+    SCORES_SUFFIX,
     NodeBuilder,
     constant,
     input_at,
@@ -128,7 +129,7 @@ def _rebuild(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> Output
     if attention.has_qk_output:
         # The scores are computed a second time: a fused kernel does not output its own. Their nodes have
         # another prefix, so that fusion verdicts do not count them as parts of the attention.
-        side = NodeBuilder(f"{attention.name}_scores{b.prefix.removeprefix(attention.name)}")
+        side = NodeBuilder(f"{attention.name}{SCORES_SUFFIX}{b.prefix.removeprefix(attention.name)}")
         scores = lower_to_primitives(call, side, PrimitivesOptions())[QK_OUTPUT]
         b.nodes += side.live_nodes([scores])
         outputs[QK_OUTPUT] = scores

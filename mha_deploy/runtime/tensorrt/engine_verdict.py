@@ -13,7 +13,7 @@ import onnx_ir as ir
 from msgspec import Struct
 from msgspec.structs import replace
 
-from mha_deploy.graph.ir import constant, dims, is_op
+from mha_deploy.graph.ir import SCORES_SUFFIX, beginnings, constant, dims, is_op
 from mha_deploy.graph.plugin_node import fp8_values, multiplies_fp8
 from mha_deploy.graph.quantize import quantized_gemms
 from mha_deploy.graph.roles import MATMULS, QUANTIZERS, RANDOM, SOFTMAXES
@@ -228,9 +228,6 @@ def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
 Groups = Mapping[str, Sequence[str]]
 """For each attention node, the names of the nodes it was lowered to."""
 
-# What the lowering adds to the name of an attention for scores that are an output, beside the fused node.
-SCORES_SUFFIX = "_scores"
-
 # The parts of an attention by the names that its lowerings give them, where the graph is not known.
 _SCORES = re.compile(r"(?:^|/)scores(?:_\d+)?$", re.IGNORECASE)
 _VALUES = re.compile(r"(?:^|/)(?:weighted_values|summed_values|sum)(?:_\d+)?$", re.IGNORECASE)
@@ -318,8 +315,8 @@ class ReportedKernels:
         self.partial: dict[str, list[Kernel]] = {node: [] for node in groups}
         self.own: dict[str, list[Kernel]] = {node: [] for node in groups}
         self.computed: dict[int, str] = {}  # by the identity of a fused kernel, an attention that it computes
-        # By the prefix of a node outside attention, a matmul or softmax that computes it: scores that are an
-        # output of the model, which a fused kernel does not return, are computed again.
+        # By the beginnings of the name of a node outside attention, a matmul or softmax that computes it:
+        # scores that are an output of the model, which a fused kernel does not return, are computed again.
         self.apart: dict[str, str] = {}
         graph = written or {}
         cores = {node: _core(node, names, graph) for node, names in groups.items()}
@@ -333,7 +330,7 @@ class ReportedKernels:
             nodes = dict.fromkeys(node for name in kernel.onnx_nodes for node in owners.get(name, ()))
             elsewhere = {name for name in kernel.onnx_nodes if name not in owners}
             if kernel.is_matmul or kernel.is_softmax:
-                self.apart |= {name.rpartition("/")[0]: kernel.label for name in elsewhere}
+                self.apart |= {each: kernel.label for name in elsewhere for each in beginnings(name)}
             for node in nodes:
                 self.named[node].append(kernel)
                 self._count(kernel, node, cores[node], elsewhere, written)
