@@ -740,7 +740,8 @@ def rebuild_engine(
             timing_cache=None if last.engine is None else not differing_kernels([built[-1], last.engine]),
         )
         manifest = msgspec.structs.replace(manifests[-1], rebuilds=rebuilds)
-        return engines.write_engine(path, built[-1].path.read_bytes(), manifest)
+        plan = built[-1].path.read_bytes()
+        return engines.write_engine(path, plan, manifest, overwrite=options.overwrite)
 
 
 def differing_kernels(built: Sequence[Engine]) -> list[dict[str, Any]]:

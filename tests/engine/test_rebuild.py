@@ -1,6 +1,7 @@
 """How much an engine differs from build to build."""
 
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -47,6 +48,22 @@ def test_builds_of_tensorrt_rtx_are_identical(bundles, tmp_path, run_cli):
         md.build_engine(bundle, backend="tensorrt-rtx", repeat=2)
     with pytest.raises(md.DeployError, match="at least two builds"):
         md.build_engine(bundle, backend="tensorrt-rtx", repeat=0, overwrite=True)
+
+
+def test_an_engine_that_another_program_built_meanwhile_stays(bundles, tmp_path, monkeypatch):
+    pytest.importorskip("tensorrt_rtx")
+    bundle = shutil.copytree(bundles("tiny-gqa").path, tmp_path / "bundle")
+    others = []
+
+    def meanwhile(trials, *_):
+        folder = bundle / "engines"
+        for source in trials[0].built.path.parent.glob("1 of 2.*"):
+            others.append(Path(shutil.copy(source, folder / f"tensorrt-rtx{source.suffix}")))
+
+    monkeypatch.setattr(rebuild, "measure_builds", meanwhile)
+    with pytest.raises(md.DeployError, match="in the meantime"):
+        md.build_engine(bundle, backend="tensorrt-rtx", repeat=2)
+    assert sorted(path.suffix for path in others) == [".engine", ".json"]
 
 
 class OnTheCpu:
