@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -501,6 +502,8 @@ def without_quantizers(model: ir.Model) -> ir.Model:
             old, new = node.outputs[0], source.inputs[0]
             if new.dtype not in (None, scale.dtype):  # a file need not state types
                 continue
+            if not all(map(_are_equal, zip_longest(source.inputs[1:], node.inputs[1:]))):
+                continue  # another scale is a factor
             if old.is_graph_output():  # of its name and type
                 same = ir.node("Identity", [new], name=f"{node.name}/same")
                 same.outputs[0].type, same.outputs[0].shape = old.type, old.shape
@@ -517,6 +520,18 @@ def without_quantizers(model: ir.Model) -> ir.Model:
         if not any(value.uses() or value.is_graph_output() for value in node.outputs):
             copy.graph.remove(node, safe=True)
     return copy
+
+
+def _are_equal(pair: tuple[ir.Value | None, ir.Value | None]) -> bool:
+    """Whether two scales, or zero points, are certainly equal; a zero point may be omitted."""
+    if pair[0] is pair[1]:
+        return True
+    numbers = [np.zeros(1)] * pair.count(None)
+    tensors = [tensor for each in pair if (tensor := constant(each)) is not None]
+    numbers += [tensor.numpy().astype(np.float64).reshape(-1) for tensor in tensors]
+    if len(numbers) < 2 or (1 not in map(len, numbers) and len(numbers[0]) != len(numbers[1])):
+        return False
+    return bool(np.all(numbers[0] == numbers[1]))
 
 
 def scaled_constant(node: ir.Node) -> ScaledConstant | None:

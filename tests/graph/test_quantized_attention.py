@@ -8,7 +8,13 @@ from onnx.reference import ReferenceEvaluator
 
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.lower import lower
-from mha_deploy.graph.quantize import attention_layers, find_format, quantized_gemms, with_quantized
+from mha_deploy.graph.quantize import (
+    attention_layers,
+    find_format,
+    quantized_gemms,
+    with_quantized,
+    without_quantizers,
+)
 from mha_deploy.graph.rules import judge, target_from
 from mha_deploy.model.spec import Axis
 from mha_deploy.runtime.tensorrt.engine_verdict import group_by_attention, precision_verdict, written_types
@@ -180,3 +186,22 @@ def test_the_verdict_on_attention_is_what_its_kernel_reads(reads, status, attent
     assert found.status == status
     assert found.quantized_attentions == attentions
     assert [each.dtype for each in found.not_quantized] == ([] if attentions else [reads])
+
+
+@pytest.mark.parametrize(
+    ("scale", "zero", "left"),
+    [
+        ("other", "z", ["QuantizeLinear", "DequantizeLinear"]),
+        ("s", "", ["Identity"]),
+        ("s", "z", ["Identity"]),
+    ],
+)
+def test_without_quantizers_another_scale_stays_a_factor(scale, zero, left):
+    model = ir.from_onnx_text(
+        f"""<ir_version: 10, opset_import: ["": 21]>
+        g (float[4] x) => (float[4] y) <float s = {{0.5}}, float other = {{1.0}}, int8 z = {{0}}> {{
+          q = QuantizeLinear(x, s, z)
+          y = DequantizeLinear(q, {scale}{f", {zero}" if zero else ""})
+        }}"""
+    )
+    assert [node.op_type for node in without_quantizers(model).graph] == left
