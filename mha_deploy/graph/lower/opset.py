@@ -145,10 +145,12 @@ def _scale_in_float32(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
         zero = [b.constant(np.zeros(held.shape.numpy()), ir.DataType.INT8)]
         x = b.op("QuantizeLinear", b.constant(weights, single), wide, *zero, **attributes)
     numbers = b.op("DequantizeLinear", x, wide, *zero, name="dequantized", **attributes)
-    return b.op("Cast", numbers, to=int(scale.dtype), name=_NARROW)
+    narrow = b.op("Cast", numbers, to=int(scale.dtype), name="dequantized_narrow")
+    narrow.meta[_IS_NARROWED] = True
+    return narrow
 
 
-_NARROW = "dequantized_narrow"
+_IS_NARROWED = "mha_deploy.is_narrowed"  # in the metadata of a value, which is in no file
 
 
 def _multiply_dequantized(model: ir.Model) -> bool:
@@ -156,7 +158,7 @@ def _multiply_dequantized(model: ir.Model) -> bool:
 
     def wide(value: ir.Value | None, b: NodeBuilder) -> ir.Value | None:
         cast, move = made_by(value, "Cast"), made_by(value, *MOVES, "Expand")
-        if cast is not None and str(cast.name).endswith(_NARROW):
+        if cast is not None and cast.outputs[0].meta.get(_IS_NARROWED):
             return cast.inputs[0]
         if move is None or (source := wide(move.inputs[0], b)) is None:
             return None
