@@ -22,6 +22,7 @@ from mha_deploy.errors import DeployError, write_remedy
 from mha_deploy.files import read_regular
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.ir import HOLD_TENSORS, graphs_of, infer_shapes, nodes_in
+from mha_deploy.graph.roles import ORT_DOMAIN
 from mha_deploy.graph.valid import has_sparse_tensors, normalize, refusal, write_out_sparse_tensors
 from mha_deploy.output import commit_files, make_folder, scratch_folder, temporary_folder
 from mha_deploy.text import printable
@@ -491,7 +492,7 @@ def _forget_negative_sizes(model: ir.Model) -> None:
 
 def foreign_domains(model: ir.Model) -> list[str]:
     """The domains of operators that neither ONNX, ONNX Runtime nor the functions of the model define."""
-    known = {*_ONNX, "ai.onnx.ml", "com.microsoft"}
+    known = {*_ONNX, "ai.onnx.ml", ORT_DOMAIN}
     defined = {(each.domain, each.name) for each in model.functions.values()}
     parts = [*graphs_of(model), *model.functions.values()]
     used = {(node.domain, node.op_type) for part in parts for node in part} - defined

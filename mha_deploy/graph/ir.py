@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import Dim
 from mha_deploy.errors import DeployError
-from mha_deploy.graph.roles import IN_ORDER, MOVES
+from mha_deploy.graph.roles import IN_ORDER, MOVES, ORT_DOMAIN
 
 if TYPE_CHECKING:
     from onnx.reference import ReferenceEvaluator
@@ -301,7 +301,7 @@ def _stand_in(graph: onnx.GraphProto) -> None:
         at
         for at, node in enumerate(graph.node)
         if node.op_type in known
-        and (node.domain == "com.microsoft" or (node.domain == "" and not onnx.defs.has(node.op_type)))
+        and (node.domain == ORT_DOMAIN or (node.domain == "" and not onnx.defs.has(node.op_type)))
     ]
     held = {each.name: list(each.dims) for each in graph.initializer} if own else {}
     if own:  # a weight may be an input as well: what that states comes first

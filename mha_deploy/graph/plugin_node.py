@@ -88,8 +88,11 @@ ALIGNED: Final = 8
 """Kernels load 16 bytes at a time: eight elements of two bytes."""
 
 LARGEST_HEAD: Final = 256
+
+GATED_SIZES: Final = (32, 64, 96, 128)
+"""The head sizes for which there is a kernel with gates."""
+
 _MOST_HEADS = 65535
-_GATED_SIZES = (32, 64, 96, 128)
 _WIDENED = 16  # with a key mask, heads have so many more elements, or up to that multiple
 _LEAST_MASKED_SCALE = 1e-6
 
@@ -163,7 +166,7 @@ def _rules(own: Mapping[str, Any], sizes: NodeSizes | None, aligned: int) -> Ite
     if own["has_gates"]:
         others = own["has_bias"] or own["has_cache"] or windows != (NO_WINDOW, NO_WINDOW)
         yield bool(others), "gates together with a bias, a window or a cache"
-        yield size != value or size not in _GATED_SIZES or own["scale"] <= 0.0, "gates for this head size"
+        yield size != value or size not in GATED_SIZES or own["scale"] <= 0.0, "gates for this head size"
     else:
         yield bool(size % aligned or value % aligned), "head sizes that are not multiples of 8"
         yield max(size, value) > LARGEST_HEAD, f"head sizes above {LARGEST_HEAD}"

@@ -5,6 +5,9 @@ All are of ONNX's own operator set but for those that say so.
 
 from __future__ import annotations
 
+ORT_DOMAIN = "com.microsoft"
+"""The domain of ONNX Runtime's own operator set."""
+
 # -- What only moves numbers -------------------------------------------------------------------------
 
 IN_ORDER = ("Identity", "Reshape", "Squeeze", "Unsqueeze")
@@ -28,7 +31,7 @@ MATMULS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose")
 """GEMMs of floating-point numbers, besides Attention."""
 
 FUSED_MATMULS = ("FusedMatMul", "FusedConv")
-"""The same of ONNX Runtime's own operator set."""
+"""The same of ONNX Runtime's own operator set, which is `ORT_DOMAIN`."""
 
 SOFTMAXES = ("Softmax", "LogSoftmax")
 NORMS = ("LayerNormalization", "RMSNormalization", "InstanceNormalization", "GroupNormalization")

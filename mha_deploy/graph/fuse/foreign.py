@@ -18,8 +18,8 @@ from mha_deploy.graph.ir import (
     rank,
     replace_node,
 )
+from mha_deploy.graph.roles import ORT_DOMAIN
 
-_DOMAIN = "com.microsoft"
 _FUSED_MATMULS = ("FusedMatMul", "TransposeMatMul")  # the second is older
 # How a matrix is read, by whether it is transposed, and whether its rows come before the batch.
 _LEFT: dict[tuple[int, ...], str] = {(0, 0): "...sd", (1, 0): "...ds", (0, 1): "s...d", (1, 1): "d...s"}
@@ -54,7 +54,7 @@ def without_fused_matmuls(model: ir.Model) -> list[ir.Node]:
 
 
 def _own(model: ir.Model, op_types: Iterable[str]) -> list[ir.Node]:
-    return [node for node in nodes_in(model.graph) if node.domain == _DOMAIN and node.op_type in op_types]
+    return [node for node in nodes_in(model.graph) if node.domain == ORT_DOMAIN and node.op_type in op_types]
 
 
 def as_matmuls(einsums: Iterable[ir.Node]) -> None:

@@ -48,7 +48,7 @@ from mha_deploy.graph.ir import (
     same_size,
     with_weights_of,
 )
-from mha_deploy.graph.roles import IN_ORDER, RANDOM
+from mha_deploy.graph.roles import IN_ORDER, ORT_DOMAIN, RANDOM
 from mha_deploy.graph.valid import OLDEST_OPSET
 
 
@@ -839,7 +839,7 @@ class _Walk:
 
     def visit(self, node: ir.Node) -> None:
         """Take in one node: the numbers of its result, and the sizes that are not known yet."""
-        if node.domain == "com.microsoft" and (known := sizes_of(input_at(node, 0))):
+        if node.domain == ORT_DOMAIN and (known := sizes_of(input_at(node, 0))):
             alike = node.op_type in LIKE_FIRST
             for each in [node.outputs[place] for place in LIKE_IT if place < len(node.outputs)]:
                 if alike or (

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from mha_deploy.graph.ir import NodeBuilder, dim, dims, input_at, made_by, rank
 from mha_deploy.graph.lower.call import LoweringError
+from mha_deploy.graph.roles import ORT_DOMAIN
 
 # -- RMSNormalization in primitive operators, for older parsers ------------------------------------
 
@@ -116,7 +117,7 @@ def rotary_to_contrib(node: ir.Node, b: NodeBuilder) -> ir.Value:
     attributes: dict[str, int | None] = {"interleaved": int(rotary.interleaved), "num_heads": rotary.heads}
     attributes["rotary_embedding_dim"] = rotary.rotated if rotary.rotated < rotary.size else None
     inputs = [rotary.x, positions, cos, sin]
-    return b.node(ROTARY, inputs, domain="com.microsoft", name=b.prefix, attributes=attributes)[0]
+    return b.node(ROTARY, inputs, domain=ORT_DOMAIN, name=b.prefix, attributes=attributes)[0]
 
 
 def read_rotary(node: ir.Node) -> Rotary:

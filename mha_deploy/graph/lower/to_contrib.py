@@ -17,8 +17,8 @@ from mha_deploy.graph.lower import masks
 from mha_deploy.graph.lower.call import AttentionCall, Outputs, merge_heads, split_heads
 from mha_deploy.graph.lower.operators import rotary_to_contrib, scatter_to_primitives
 from mha_deploy.graph.lower.to_primitives import group_form
+from mha_deploy.graph.roles import ORT_DOMAIN
 
-DOMAIN = "com.microsoft"
 MULTI_HEAD, GROUP_QUERY = "MultiHeadAttention", "GroupQueryAttention"
 
 OPERATOR_RULES = {"RotaryEmbedding": rotary_to_contrib, "TensorScatter": scatter_to_primitives}
@@ -137,7 +137,7 @@ def _contrib(
 ) -> Sequence[ir.Value]:
     while tensors[-1] is None:
         tensors = tensors[:-1]
-    return b.node(op_type, tensors, outputs=outputs, domain=DOMAIN, name=b.prefix, attributes=attributes)
+    return b.node(op_type, tensors, outputs=outputs, domain=ORT_DOMAIN, name=b.prefix, attributes=attributes)
 
 
 def _bias(b: NodeBuilder, call: AttentionCall, mask: masks.Mask | None) -> ir.Value | None:

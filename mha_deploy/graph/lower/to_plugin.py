@@ -862,8 +862,8 @@ def take_gates(attention: ir.Node) -> bool:
 def has_gate_kernel(attention: ir.Node) -> bool:
     """Whether there is a kernel with gates for the head sizes of an attention."""
     own = attention.attributes
-    size, sizes = own.get_int("head_size", 0), (32, 64, 96, 128)
-    return size in sizes and own.get_int("value_size", 0) == size and own.get_float("scale", 0.0) > 0.0
+    size, scale = own.get_int("head_size", 0), own.get_float("scale", 0.0)
+    return size in plugin.GATED_SIZES and own.get_int("value_size", 0) == size and scale > 0.0
 
 
 def pays(attention: ir.Node, factor: ir.Value) -> bool:
