@@ -104,9 +104,8 @@ def engine_from_bundle(
 
 def lowered_graph(bundle: Bundle, engine: Engine, options: EngineOptions) -> ir.Model:
     """The graph that an engine of a bundle was built from, as TensorRT got it."""
-    rt, chosen = load(engine.manifest.backend), engine.manifest.attention
-    candidate = Candidate(attention=chosen["chosen"], accumulate=chosen["accumulate"])
-    model, applied = load_graph(bundle.model_path), candidate.applied_to(options)
+    rt, model = load(engine.manifest.backend), load_graph(bundle.model_path)
+    applied = Candidate.of(engine.manifest.attention).applied_to(options)
     return lowering.lower_for(rt, model, applied, engine.manifest.ranges)[0]
 
 
@@ -676,9 +675,10 @@ def differing_part(before: ir.Model, after: ir.Model) -> str | None:
             for node in model.graph.all_nodes()
         ]
 
+    others = weights(after)
     for name, kind in weights(before).items():
-        if weights(after).get(name) != kind:
-            return f"weight {name}: {kind}, and {weights(after).get(name, 'nothing')}"
+        if others.get(name) != kind:
+            return f"weight {name}: {kind}, and {others.get(name, 'nothing')}"
     for one, other in zip_longest(nodes(before), nodes(after)):
         if one != other:
             return f"node {(one or other or [''])[0]}"
@@ -827,8 +827,7 @@ def lowered_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runne
 def twin_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runner]:
     """A function that builds a variation of a bundle's graph as an engine of it was built, and loads it."""
     rt, open_lowered = load(engine.manifest.backend), lowered_opener(engine, bundle)
-    attention = engine.manifest.attention
-    candidate = Candidate(attention=attention["chosen"], accumulate=attention["accumulate"])
-    options = candidate.applied_to(EngineOptions(backend=rt.backend, allow_decomposed=True))
+    options = EngineOptions(backend=rt.backend, allow_decomposed=True)
+    options = Candidate.of(engine.manifest.attention).applied_to(options)
     ranges = engine.manifest.ranges
     return lambda model: open_lowered(lowering.lower_for(rt, model, options, ranges)[0])

@@ -9,7 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from mha_deploy.engine.engine import first_gpu
+from mha_deploy.engine.engine import AttentionChoice, first_gpu
 from mha_deploy.engine.plugins import refuse_plugins
 from mha_deploy.errors import nearest
 from mha_deploy.graph import rules
@@ -42,6 +42,11 @@ class Candidate:
     def name(self) -> str:
         """`native`, `plugin` or `plugin-fp32`."""
         return f"{self.attention}-{FP32}" if self.accumulate == FP32 else self.attention
+
+    @classmethod
+    def of(cls, choice: AttentionChoice) -> Candidate:
+        """The candidate that an engine was built from, as its manifest records it."""
+        return cls(attention=choice["chosen"], accumulate=choice["accumulate"])
 
     def applied_to(self, options: EngineOptions) -> EngineOptions:
         """The options that request this candidate alone."""

@@ -9,9 +9,9 @@ from typing import Any
 
 from mha_deploy.engine.engine import RTX, EngineManifest
 from mha_deploy.errors import DeployError
+from mha_deploy.runtime.tensorrt.versions import EXTERNAL_LIBRARIES
 
 _HARDWARE = {"ampere-plus": "ampere+", "same-compute-capability": "sameComputeCapability"}
-_EXTERNAL = ("CUBLAS", "CUBLAS_LT", "CUDNN")  # libraries with kernels, which this tool switches off up to 10
 
 
 class TrtexecCommand(str):
@@ -48,7 +48,7 @@ def trtexec_command(manifest: EngineManifest, onnx: Path, engine: Path) -> Trtex
         found.append("--stronglyTyped")
     found.append("--noTF32")
     if major < 11:
-        found.append(f"--tacticSources={','.join(f'-{name}' for name in _EXTERNAL)}")
+        found.append(f"--tacticSources={','.join(f'-{name}' for name in EXTERNAL_LIBRARIES)}")
     if options.get("precision_constraints"):
         found.append("--precisionConstraints=obey")
         notes.append("the layers that the graph keeps in FP32 have to be named with --layerPrecisions")

@@ -7,7 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -133,6 +133,8 @@ class Capabilities:
 PROBES: dict[str, tuple[str, ...]] = {
     each.name: each.metadata["names"] for each in fields(Capabilities) if "names" in each.metadata
 }
+EXTERNAL_LIBRARIES = ("CUBLAS", "CUBLAS_LT", "CUDNN")
+"""Libraries with kernels, which this tool switches off: a machine may have them only as stubs."""
 # TensorRT-RTX has these names, but the setter only logs, the build fails, or nothing happens.
 _HOLLOW_ON_RTX = ("timing_cache", "version_compatible")
 
@@ -160,16 +162,16 @@ def load(backend: str) -> TensorRT:
     if backend not in MODULES and backend not in LEAN:
         hint = nearest(backend, (*MODULES, *LEAN))
         raise DeployError("No such TensorRT backend.", got=backend, hint=hint)
-    names = LEAN.get(backend) or (MODULES[backend],)
-    for name in names:
-        try:
+    *others, last = names = LEAN.get(backend) or (MODULES[backend],)
+    for name in others:
+        with suppress(ImportError, OSError):
             return wrap(importlib.import_module(name), backend)
-        except (ImportError, OSError) as cause:
-            # A wheel whose CUDA libraries are missing fails with OSError, not ImportError.
-            if name == names[-1]:
-                problem = f"The Python package {names[0]!r} cannot be imported."
-                raise BackendUnavailable(problem, got=cause, hint=INSTALL[backend]) from cause
-    raise DeployError("No such TensorRT backend.", got=backend, hint=nearest(backend, MODULES))
+    try:
+        return wrap(importlib.import_module(last), backend)
+    except (ImportError, OSError) as cause:
+        # A wheel whose CUDA libraries are missing fails with OSError, not ImportError.
+        problem = f"The Python package {names[0]!r} cannot be imported."
+        raise BackendUnavailable(problem, got=cause, hint=INSTALL[backend]) from cause
 
 
 def wrap(module: Any, backend: str) -> TensorRT:
@@ -194,7 +196,7 @@ def probe(module: Any) -> Capabilities:
         plugins=any(has(module, f"INetworkDefinition.add_plugin_v{version}") for version in (2, 3)),
         compute_capabilities=targets,
         hardware_compatibility=() if targets else members("HardwareCompatibilityLevel"),
-        external_tactic_sources=tuple(n for n in ("CUBLAS", "CUBLAS_LT", "CUDNN") if n in sources),
+        external_tactic_sources=tuple(name for name in EXTERNAL_LIBRARIES if name in sources),
     )
 
 
