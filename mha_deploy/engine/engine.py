@@ -563,7 +563,7 @@ def _derived_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None)
 
 
 def _written(graph: ir.Model, names: Sequence[str]) -> verdicts.Written:
-    """What the graph says of its nodes, but for attentions that were lowered to others, with their parts."""
+    """What the graph states of its nodes, without attentions that were lowered to others, and their parts."""
     types = verdicts.written_types(graph)
     attentions = [name for name, node in types.items() if node.is_attention]
     in_plan, parts = (verdicts.group_by_attention(each, attentions) for each in (names, list(types)))

@@ -162,7 +162,7 @@ def check_target(source: Bundle | Path, target: str, version: str | None, sm: st
     refuse_foreign_operators(graph)
     hint = "attention in its usual form, or deploy the model with --allow-decomposed: slower"
     if isinstance(source, Bundle):
-        # The export says why it could not fuse them.
+        # The export recorded why it could not fuse them.
         left, what = list(map(_with_reason, source.manifest.unfused)), "of this bundle {} not fused."
     else:
         fusible, unfused = _without_node(graph)

@@ -15,7 +15,7 @@ _HARDWARE = {"ampere-plus": "ampere+", "same-compute-capability": "sameComputeCa
 
 
 class TrtexecCommand(str):
-    """The command, and what of the build it cannot say."""
+    """The command, and what of the build it cannot express."""
 
     arguments: tuple[str, ...]
     notes: tuple[str, ...]

@@ -176,7 +176,7 @@ def _check_interface(model: ir.Model, spec: ModelSpec, precision: Precision) -> 
             raise ExportError(what, got=got, hint=f"wanted {wanted}")
 
 
-# -- The manifest of a bundle: what the graph says is derived, not believed --------------------------
+# -- The manifest of a bundle: what the graph states is derived, not believed --------------------------
 
 
 def open_checked(path: Path) -> Bundle:

@@ -366,7 +366,7 @@ def _bounded(numbers: Iterable[float]) -> _Numbers:
 
 
 def _computed(node: NodeProto, constants: Mapping[str, _Numbers]) -> _Numbers:
-    """The numbers that a node computes from constants, in whatever way they are written; none if unknown."""
+    """The numbers that a node computes from constants, however they are written; none if unknown."""
     if node.op_type == "Constant":
         for attribute in node.attribute:
             if attribute.name == "value":

@@ -322,7 +322,7 @@ def _stand_in(graph: onnx.GraphProto) -> None:
             ids, table, index = node.input[0], node.input[2], f"{_STANDS_IN}/{at}"
             summed, counts = [*node.output[:1], *node.output[2:3]], node.output[1:2]
             others = [onnx.helper.make_node("Gather", [table, ids], [each]) for each in summed if each]
-            if any(counts):  # how many tokens each row has
+            if any(counts):  # how many tokens each batch element has
                 others.append(onnx.helper.make_node("Cast", [index], counts, to=onnx.TensorProto.INT32))
                 others.append(onnx.helper.make_node("ArgMax", [ids], [index], axis=1, keepdims=0))
         elif node.op_type == "MultiHeadAttention":
@@ -594,7 +594,7 @@ def replace_node(
 class NodeBuilder:
     """Collects new nodes in order; the caller inserts them into a graph.
 
-    Every new name starts with the prefix, which tells which node they replace. Constants become `Constant`
+    Every new name starts with the prefix, which names the node that they replace. Constants become `Constant`
     nodes, so that the nodes can be put into a subgraph as well.
     """
 
@@ -748,7 +748,7 @@ def reference_evaluator(model: onnx.ModelProto) -> ReferenceEvaluator:
             sliced = data[tuple(slice(n) if i != axis else slice(None) for i, n in enumerate(indices.shape))]
             return (np.take_along_axis(sliced, indices, axis),)
 
-    class Loop(op_loop.Loop):  # onnx's own runs as long as the numbers in a file say
+    class Loop(op_loop.Loop):  # onnx's own runs as often as a file states
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
             body = self.__dict__["_run_body"]

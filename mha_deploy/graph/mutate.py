@@ -123,7 +123,7 @@ class _Site:
         value.shape = old.shape if old is not None else None
         graph_of_node(node).insert_before(node, self.build.nodes)
         if node is self.node and position == V and self.attention.quantizes_weights and old is not None:
-            for use in old.uses():  # the values go another way to the weights
+            for use in old.uses():  # the values come to their matmul by another path
                 if use.node is not node and use.node not in self.build.nodes:
                     use.node.replace_input_with(use.idx, value)
         if position >= len(node.inputs):

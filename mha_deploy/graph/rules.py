@@ -51,7 +51,7 @@ class Target:
     backend: str  # `tensorrt` or `tensorrt-rtx`
     version: Version | None = None  # its version; None for the newest
     compute_capability: tuple[int, int] | None = None  # that of the GPU; None where it is not known
-    # The axes of each optimization profile; none where nobody knows them
+    # The axes of each optimization profile; none where they are not known
     profiles: Sequence[Mapping[str, Axis]] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -146,9 +146,9 @@ class _ConfigTensor(msgspec.Struct):
 
 
 BUNDLE_PARAMETER = "mha_deploy_bundle_sha256"
+"""The parameter of a served model that names the manifest of its bundle, by its hash."""
 RUNS_PARAMETER = "backends"  # the engines or the runtime of a packaged model
 _LONGEST_NAME = 200
-"""The parameter of a served model that names the manifest of its bundle, by its hash."""
 
 
 class _ConfigParameter(msgspec.Struct):
@@ -245,11 +245,11 @@ class _Connection(Closing, ABC):
 
     @abstractmethod
     def server(self) -> Any:
-        """What the server says of itself, as plain data."""
+        """What the server reports of itself, as plain data."""
 
     @abstractmethod
     def model(self, name: str) -> Any:
-        """What it says of a model."""
+        """What it reports of a model."""
 
     @abstractmethod
     def config(self, name: str) -> Any:
@@ -477,7 +477,7 @@ class _Http(_Connection):
         raise ServerError.of(kind, what, f"{status} {text}", refused=400 <= status < 500 or status == 501)
 
     def _connected(self, deadline: float) -> socket.socket:
-        """The last connection, unless the server ended it or sends what nobody asked for; else a new one."""
+        """The last connection, unless the server ended it or sends what was not requested; else a new one."""
         if self._socket is not None:
             with suppress(OSError, ValueError):
                 if not select.select([self._socket], [], [], 0)[0]:

@@ -82,7 +82,7 @@ def user_code(
     except DeployError:
         raise
     except BaseException as error:
-        leave()  # the clock is that of the user's code, not of what is said about it
+        leave()  # the clock is that of the user's code, not of the report about it
         explained = _explained(error, where, what, hint, timed, mixed, subject)
         if explained is None:
             raise
@@ -97,7 +97,7 @@ def graph_code(where: str) -> AbstractContextManager[None]:
 
 
 def where_is(function: object) -> str:
-    """Where a function is defined, as `file.py:12`; empty where nothing says it."""
+    """Where a function is defined, as `file.py:12`; empty where that is not known."""
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
@@ -157,7 +157,7 @@ def _enter(where: str, timed: bool, subject: str) -> Callable[[], None]:
 def _explained(
     error: BaseException, where: str, what: str, hint: str, timed: bool, mixed: bool, subject: str
 ) -> BaseException | None:
-    """The error that says what a user's code did; None where it is no error of it."""
+    """The error that reports what a user's code did; None where it is no error of it."""
     place = place_of_error(error, where or "an unknown place")
     if where and isinstance(error, _Late) and not is_user_error(error):
         place = where  # it is in a library

@@ -57,7 +57,7 @@ class Metric:
 
 
 def open_samples(given: Any, spec: ModelSpec) -> tuple[str, Iterator[Sample], int]:
-    """The name of a user's data, its samples one by one, and how many there are, or 0 if nobody knows."""
+    """The name of a user's data, its samples one by one, and how many there are; 0 if that is not known."""
     if isinstance(given, str) and is_factory(given):
         function = load_function(given, "the data", 'def samples(): yield {"x": array}')
         place = where_is(function) or given

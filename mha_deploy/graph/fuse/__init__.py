@@ -75,8 +75,8 @@ EXPANDED = "Q, K and V are expanded to each other and to the mask: the file does
 class FusedAttention:
     """One attention that is now one `Attention` node."""
 
-    name: str  # name of the new node: the module it came from where the file says, else its softmax
-    place: str | None  # source file and line, where the file says
+    name: str  # name of the new node: the module it came from where the file states it, else its softmax
+    place: str | None  # source file and line, where the file states them
     Hq: int  # query heads; 1 where the heads are part of the batch
     Hkv: int  # key/value heads
     D: values.Size  # head size of queries and keys
@@ -94,7 +94,7 @@ class UnfusedSoftmax:
     """A normalization between two matmuls that was left as it is."""
 
     name: str  # the module it came from, else the softmax node
-    place: str | None  # source file and line, where the file says
+    place: str | None  # source file and line, where the file states them
     reason: str  # why it is not fused
     recognized: bool = False  # whether it was recognized, and ONNX's `Attention` cannot express it
     value: str = ""  # name of the weights, or of what stands in their place

@@ -1266,7 +1266,7 @@ def _operands(
         k = unwrap(raw[1], wanted=key_order, head=head, dtype=dtype)
         v = unwrap(raw[2], wanted=value_order, head=head, scaled=False)
         if head is None or same_size(k.dim(head), v.dim(head)):
-            break  # else only one of the two was repeated, or in another way: take both as they come
+            break  # else only one of the two was repeated, or differently: take both as they come
     return q, k, v
 
 

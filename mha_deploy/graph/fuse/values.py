@@ -205,7 +205,7 @@ _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 
 
 def module_of(node: ir.Node) -> str:
-    """The module that holds a node, such as `layers.0.attn`; the node's own name where nobody says."""
+    """The module that holds a node, such as `layers.0.attn`; the node's own name where that is not known."""
     try:
         scopes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
     except (ValueError, SyntaxError):

@@ -39,7 +39,7 @@ class LoweringError(DeployError):
         super().__init__(f"Not supported: {feature} (node {self.node!r}).", got=got, hint=hint)
 
     def name_dialect(self, dialect: str) -> None:
-        """Say which dialect it is."""
+        """Name the dialect in the error."""
         self.dialect = dialect
         self.what = f"The {dialect} dialect does not support {self.feature} (node {self.node!r})."
 

@@ -455,8 +455,8 @@ def _make_monitor(trt: Any, on_progress: OnStep) -> Any:
     return Monitor()
 
 
-# The parser says of every INT64 input that it is one, which the engine's manifest lists.
-_SAYS_NOTHING = re.compile(r"Make sure input \S+ has Int64 binding")
+# The parser reports of every INT64 input that it is one, which the engine's manifest lists.
+_UNINFORMATIVE = re.compile(r"Make sure input \S+ has Int64 binding")
 
 # -- The build -------------------------------------------------------------------------------------
 
@@ -494,7 +494,7 @@ def build_engine(rt: TensorRT, request: BuildRequest, on_progress: OnStep | None
         warnings = tuple(
             message.text
             for message in messages
-            if message.severity == "WARNING" and not _SAYS_NOTHING.search(message.text)
+            if message.severity == "WARNING" and not _UNINFORMATIVE.search(message.text)
         )
         cache = config.get_timing_cache() if rt.can.timing_cache else None
         return BuiltEngine(

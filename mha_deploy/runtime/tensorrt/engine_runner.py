@@ -144,9 +144,9 @@ def _io_tensors(rt: TensorRT, engine: Any) -> tuple[dict[str, TensorInfo], dict[
     trt = rt.module
     inputs: dict[str, TensorInfo] = {}
     outputs: dict[str, TensorInfo] = {}
-    tells_places = hasattr(trt, "TensorLocation")  # the lean runtime of 8.6 does not, in Python
+    reports_places = hasattr(trt, "TensorLocation")  # the lean runtime of 8.6 does not, in Python
     for name in map(engine.get_tensor_name, range(engine.num_io_tensors)):
-        if tells_places and engine.get_tensor_location(name) == trt.TensorLocation.HOST:
+        if reports_places and engine.get_tensor_location(name) == trt.TensorLocation.HOST:
             hint = "export the model so that all of its inputs and outputs are data"
             raise EngineError(f"The tensor {name} holds shapes, and is on the host.", hint=hint)
         kind = engine.get_tensor_dtype(name)

@@ -36,7 +36,7 @@ class PrecisionStatus(Word):
 
     VERIFIED = "verified"
     # The types of all inputs, weights and outputs are the requested ones. What multiplies them is chosen when
-    # the engine is loaded, so nobody can say yet in which type.
+    # the engine is loaded, so the type is not known yet.
     SELECTED_AT_LOAD = "selected at load"
     MIXED = "mixed"
     UNKNOWN = "unknown"
@@ -107,7 +107,7 @@ _QUANTIZED_OF_MATMUL = _QUANTIZED | {"uint8"}
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenTypes:
-    """What the graph says of one node: the floating-point and quantized types of its inputs and outputs."""
+    """What the graph states of one node: the floating-point and quantized types of its inputs and outputs."""
 
     reads: frozenset[str]
     writes: frozenset[str]
@@ -275,7 +275,7 @@ class _CoreNodes:
 
 
 def _core(node: str, names: Sequence[str], written: Written) -> _CoreNodes:
-    """The nodes that do the work, by what the graph says of them, else by their names."""
+    """The nodes that do the work, by what the graph states of them, else by their names."""
 
     def spelled(found: Iterable[str]) -> frozenset[str]:
         # The parser names a node without a name for its first output.
@@ -336,8 +336,8 @@ class ReportedKernels:
                 self._count(kernel, node, cores[node], elsewhere, written)
             if not nodes and not elsewhere and (kernel.is_matmul or kernel.is_softmax):
                 strays["softmax" if kernel.is_softmax else "matmul"].append(kernel)
-        seen = frozenset(name for kernel in kernels for name in kernel.onnx_nodes)
-        self.stray = _stray(strays, graph if written is not None else None, owners, seen)
+        named = frozenset(name for kernel in kernels for name in kernel.onnx_nodes)
+        self.stray = _stray(strays, graph if written is not None else None, owners, named)
 
     def _count(
         self, kernel: Kernel, node: str, core: _CoreNodes, elsewhere: set[str], written: Written | None
@@ -368,7 +368,7 @@ def _stray(
     strays: Mapping[str, Sequence[Kernel]],
     written: Written | None,
     owners: Mapping[str, set[str]],
-    seen: frozenset[str],
+    named: frozenset[str],
 ) -> EngineReason | None:
     """A softmax or matmul of no known node, of which there are more than the graph has outside attention.
 
@@ -381,7 +381,7 @@ def _stray(
         outside = [
             name
             for name, each in (written or {}).items()
-            if name not in owners and name not in seen and not each.is_constant
+            if name not in owners and name not in named and not each.is_constant
             if (each.is_softmax if what == "softmax" else each.is_matmul)
         ]
         if len(strays[what]) > len(outside):
@@ -626,7 +626,7 @@ def _gemm_types(
 
 
 def _matmuls_by_graph(kernels: Sequence[Kernel], written: Written) -> tuple[set[int], list[str]]:
-    """The kernels that compute a matmul by what the graph says of their nodes, and the matmuls without one.
+    """The kernels that compute a matmul by what the graph states of their nodes, and the matmuls without one.
 
     A matmul may be generated as elementwise multiplications and their sum, which its kernel's name does not
     distinguish from a norm. What no kernel of a profile reports is missing: such a report is not complete.
@@ -969,7 +969,7 @@ def _by_count(
 ) -> list[NodeVerdict]:
     """Judge all nodes together by kernels that name no node, such as those of a profiler run.
 
-    The graph says how many matmuls and softmaxes there are outside attention.
+    The graph states how many matmuls and softmaxes there are outside attention.
     """
     parts = {name for names in groups.values() for name in names}
     outside = [node for name, node in (written or {}).items() if name not in parts and not node.is_constant]

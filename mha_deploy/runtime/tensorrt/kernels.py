@@ -113,7 +113,7 @@ class Kernel:
     profile: int = 0
     source: str = ""  # that reports it: `log`, `plan`, `inspector` or `profile`
     plugin_role: str = ""  # what a plugin layer computes: attention, matmul or elementwise
-    multiplies_in: str = UNKNOWN  # what it says to multiply in, where it rounds its inputs itself
+    multiplies_in: str = UNKNOWN  # the type that it states to multiply in, where it rounds its inputs itself
     is_traced: bool = False  # whether the source keeps a record of all nodes that a kernel computes
 
     @property
@@ -126,7 +126,7 @@ class Kernel:
         """Whether it computes a whole attention: both matmuls and the softmax."""
         if self.is_plugin:  # of a library that is not this project's, nothing is known but its name
             return self.plugin_role == ATTENTION
-        # What its template is made of says nothing.
+        # What its template is made of proves nothing.
         tactic = _DECORATION.sub("", re.split(r"[<(]", self.tactic, maxsplit=1)[0])
         if _FUSED_TACTIC.fullmatch(tactic):
             return not _BESIDE_ATTENTION.search(tactic)
@@ -442,7 +442,7 @@ def _kernels(program: str) -> Iterator[Kernel]:
 
     def tensors(pattern: re.Pattern[str], line: str) -> list[EngineTensor]:
         names = [name[1:-1] for name in re.findall(_QUOTED, value(pattern, line))]
-        # A name that is not declared is a size that is computed on the way, not data.
+        # A name that is not declared is a size that is computed meanwhile, not data.
         return [declared[name] for name in names if name in declared]
 
     for line in main.split("\n"):
