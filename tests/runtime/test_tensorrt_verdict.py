@@ -255,6 +255,17 @@ def test_one_source_that_knows_what_is_in_eight_bits_is_enough(first):
     assert verdict.precision.quantized == {"fp8": 1}
 
 
+def test_a_matmul_is_in_eight_bits_where_it_is_in_every_profile():
+    narrow = tuple(EngineTensor(name=name, dtype="fp8", shape=(4, 4)) for name in "xw")
+    matmul = replace(FUSED, name="p", tactic="", layer_type="gemm", onnx_nodes=("p",), inputs=narrow)
+    hidden = replace(matmul, inputs=(narrow[0], replace(narrow[1], dtype="?")), profile=1)
+    written = WrittenTypes(
+        reads=frozenset({"fp8"}), writes=frozenset({"fp16"}), is_matmul=True, quantized="fp8"
+    )
+    gemms = [precision_verdict(each, "fp16", {"p": written}).gemms for each in ([matmul], [matmul, hidden])]
+    assert [(each.quantized, each.unknown) for each in gemms] == [({"fp8": 1}, ()), ({}, ("p",))]
+
+
 @pytest.mark.parametrize(("others", "status"), [((), "unknown"), (("a_kernel",), "verified")])
 def test_a_source_without_a_kernel_does_not_excuse_that_it_may_be_a_matmul(others, status):
     matmul = replace(SCORES, inputs=FUSED.inputs, outputs=FUSED.outputs, tactic="sm80_xmma_gemm_f16f16_f16")

@@ -581,7 +581,7 @@ def _quantized_matmuls(
     wanted = {n: w.quantized for n, w in written.items() if w.is_matmul and w.quantized is not None}
     proven: dict[str, str] = {}
     half: list[Offender] = []
-    open_: list[str] = []
+    open_: dict[str, str] = {}  # by the matmul, a kernel
     for name, dtype in wanted.items():
         for kernel in (each for each in heavy if name in each.onnx_nodes):
             data = [tensor for tensor in _data(kernel) if tensor not in kernel.outputs]
@@ -592,9 +592,9 @@ def _quantized_matmuls(
             elif given and dtype not in given and UNKNOWN not in given and named != dtype:
                 half.append(_offender(kernel, name, given[0]))
             elif named != dtype:
-                open_.append(kernel.label)
-    wrong = {each.what for each in half}
-    return {name: dtype for name, dtype in proven.items() if name not in wrong}, half, open_
+                open_.setdefault(name, kernel.label)
+    others = {*open_, *(each.what for each in half)}  # of another profile, say
+    return {name: dtype for name, dtype in proven.items() if name not in others}, half, [*open_.values()]
 
 
 def _gemm_types(
