@@ -553,6 +553,17 @@ def prefixes_in(model: ir.Model) -> set[str]:
     return {each for name in names_in(model) if "/" in name for each in beginnings(name)}
 
 
+def name_nodes(graph: ir.Graph) -> None:
+    """Give each node of a graph a name of its own: where it has none, or a taken one, that of its output."""
+    taken = set[str]()
+    for node in graph:
+        if not node.name or node.name in taken:
+            name = next((str(value.name) for value in node.outputs if value.name), node.op_type)
+            names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+            node.name = next(each for each in names if each not in taken)
+        taken.add(node.name)
+
+
 def prefix_within(name: str, taken: set[str]) -> str:
     """A prefix for what a node is lowered to: the node's own name, or `<name>/lowered`, with a free number.
 

@@ -33,6 +33,7 @@ from mha_deploy.graph.ir import (
     input_at,
     is_op,
     is_tensor,
+    name_nodes,
     names_in,
     new_initializer,
     nodes_behind,
@@ -200,11 +201,8 @@ def prepare(model: ir.Model) -> ir.Model:
             old.replace_all_uses_with(new)
             graph.remove(node, safe=True)
             graph.register_initializer(new)
-    taken: set[str] = set()
+    name_nodes(graph)
     for node in graph:
-        if not node.name or node.name in taken:
-            node.name = next((value.name for value in node.outputs if value.name), node.op_type)
-        taken.add(node.name)
         for value in node.outputs:
             if value.name and value.dtype is None and value.uses():
                 got = f"{value.name}, made by {node.domain or 'onnx'}.{node.op_type} {node.name}"

@@ -27,6 +27,7 @@ from mha_deploy.graph.ir import (
     input_at,
     is_op,
     made_by,
+    name_nodes,
     new_initializer,
     perm,
     rank,
@@ -261,11 +262,7 @@ def with_weights_apart(model: ir.Model, names: Iterable[str]) -> ir.Model:
 
 def named_nodes(model: ir.Model) -> ir.Model:
     """The same graph with a name of its own for each node of the main graph; changed in place."""
-    taken = set[str]()
-    for node in model.graph:
-        if not node.name or node.name in taken:
-            node.name = next((str(value.name) for value in node.outputs if value.name), node.op_type)
-        taken.add(node.name)
+    name_nodes(model.graph)
     return model
 
 

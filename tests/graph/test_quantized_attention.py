@@ -11,6 +11,7 @@ from mha_deploy.graph.lower import lower
 from mha_deploy.graph.quantize import (
     attention_layers,
     find_format,
+    named_nodes,
     quantized_gemms,
     with_quantized,
     without_quantizers,
@@ -186,6 +187,20 @@ def test_the_verdict_on_attention_is_what_its_kernel_reads(reads, status, attent
     assert found.status == status
     assert found.quantized_attentions == attentions
     assert [each.dtype for each in found.not_quantized] == ([] if attentions else [reads])
+
+
+def test_a_name_that_two_nodes_have_is_not_given_to_a_third():
+    model = ir.from_onnx_text(
+        """<ir_version: 10, opset_import: ["": 21]>
+        g (float[2,2] x, float[2,2] w) => (float[2,2] a, float[2,2] b, float[2,2] c) {
+          a = MatMul(x, w)
+          b = MatMul(w, x)
+          c = MatMul(x, x)
+        }"""
+    )
+    for node, name in zip(model.graph, ("c", "n", "n"), strict=True):
+        node.name = name
+    assert [node.name for node in named_nodes(model).graph] == ["c", "n", "c_2"]
 
 
 @pytest.mark.parametrize(
