@@ -675,9 +675,7 @@ def validate(
         >>> report.save_html("out/report.html").name
         'report.html'
     """
-    settings = read_options(ValidateOptions, options)
-    graphs, engines = (tuple(map(Path, each)) for each in (settings.graphs, settings.engine_files))
-    settings, report = replace(settings, graphs=graphs, engine_files=engines), on_step or silent
+    settings, report = read_options(ValidateOptions, options), on_step or silent
     refuse_contradictions(settings, has_runners=bool(runners))
     if settings.steps:
         refuse_steps(bundle, settings.steps, settings.prompt, settings.batch)

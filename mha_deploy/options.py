@@ -6,6 +6,7 @@ the command line makes an option of each (`cli/arguments.py`). `help` of a recor
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
@@ -71,19 +72,23 @@ def options_of(record: type, *names: str) -> dict[str, Field[Any]]:
 def read_options(record: type[Record], given: Mapping[str, Any], *others: str) -> Record:
     """A record of the options that a user named; `others` are those that went elsewhere.
 
-    A string stands for a list of one.
+    A string stands for a list of one, and for a path.
     """
     types = {each.name: str(each.type) for each in fields(record)}  # type: ignore[arg-type]
     known = {*types, *others}
     if unknown := [name for name in given if name not in known]:
         raise TypeError(f"there is no option {unknown[0]!r}: {nearest(unknown[0], known)}")
-    lists = {name for name, kind in types.items() if kind.startswith("Sequence[str]")}
-    return record(
-        **{
-            name: (value,) if name in lists and isinstance(value, str) else value
-            for name, value in given.items()
-        }
-    )
+    return record(**{name: _as_field(types.get(name, ""), value) for name, value in given.items()})
+
+
+def _as_field(kind: str, value: Any) -> Any:
+    """A value as a field of this type holds it."""
+    is_path = isinstance(value, str | os.PathLike)
+    if kind.startswith("Sequence[str]") and isinstance(value, str):
+        return (value,)
+    if kind.startswith("Sequence[Path]") and value is not None:
+        return tuple(map(Path, [value] if is_path else value))
+    return Path(value) if kind.startswith("Path") and is_path else value
 
 
 def given_of(options: Any, names: Iterable[str]) -> list[str]:

@@ -8,6 +8,7 @@ import pydoc
 import shutil
 from dataclasses import fields
 from importlib.util import find_spec
+from pathlib import Path
 
 import click
 import numpy as np
@@ -328,6 +329,18 @@ def test_one_string_is_a_list_of_one(tiny, tmp_path):
         with pytest.raises(md.DeployError) as refused:
             call()
         assert "strange" in str(refused.value)
+
+
+def test_a_string_is_a_path(tiny):
+    record = options.ValidateOptions
+    one = options.read_options(record, {"source": "m.onnx", "resume": "r.jsonl", "graphs": "g.onnx"})
+    assert (one.source, one.resume) == (Path("m.onnx"), Path("r.jsonl"))
+    assert one.graphs == (Path("g.onnx"),)
+    several = options.read_options(record, {"graphs": ["a.onnx", Path("b.onnx")], "engine_files": Path("c")})
+    assert several.graphs == (Path("a.onnx"), Path("b.onnx"))
+    assert several.engine_files == (Path("c"),)
+    with pytest.raises(md.DeployError, match=r"model\.onnx"):
+        md.validate(tiny.path, graphs="no/model.onnx")
 
 
 @pytest.mark.skipif(find_spec("tensorrt_rtx") is None, reason="TensorRT-RTX is not installed")
