@@ -63,6 +63,18 @@ def read_npz(path: Path, check_names: Callable[[list[str]], None] = lambda names
         raise DeployError("The .npz file cannot be read.", got=f"{path}: {error}", hint=hint) from error
 
 
+def numbers_in(array: np.ndarray) -> np.ndarray | None:
+    """An array of numbers; None where it holds anything else.
+
+    NumPy's files have no bfloat16: it comes back as two bytes without a type.
+    """
+    dtype = array.dtype
+    if dtype.type is np.void:
+        is_bfloat16 = dtype.names is None and dtype.itemsize == 2
+        return array.view(ml_dtypes.bfloat16) if is_bfloat16 else None
+    return array if dtype.kind in "biufcV" else None
+
+
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write the arrays of a bundle by name, as `group/name`, in the safetensors format."""
     from safetensors.numpy import save

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mha_deploy.bundle.cases import read_npz
+from mha_deploy.bundle.cases import numbers_in, read_npz
 from mha_deploy.errors import DeployError, text_of_error
 from mha_deploy.files import LARGEST_TEXT, check_name, open_regular, refuse_duplicates
 from mha_deploy.model.catalog import functions_in
@@ -301,7 +301,11 @@ def _check_shape(name: str, tensor: TensorSpec, shape: tuple[int, ...], sizes: M
 
 def _in_type(name: str, key: str, array: np.ndarray, wanted: np.dtype) -> np.ndarray:
     """An input in its type: real numbers are rounded, whole ones must fit."""
-    is_real = array.dtype.kind in "fV"
+    numbers = numbers_in(array)
+    if numbers is None:
+        problem = f"Input {key} of a sample does not hold numbers."
+        raise DeployError(problem, got=f"{name}: {array.dtype}", hint=str(wanted))
+    array, is_real = numbers, numbers.dtype.kind in "fV"
     if array.dtype == wanted:
         cast = array
     elif is_real is (wanted.kind in "fV") or (array.dtype.kind in "biu" and wanted.kind in "fV"):

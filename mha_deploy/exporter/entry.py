@@ -238,6 +238,8 @@ def _refuse_unused(model: Model, options: ExportOptions, inputs: Mapping[str, An
 def _read_arrays(inputs: Mapping[str, Any]) -> dict[str, Any]:
     import numpy as np
 
+    from mha_deploy.bundle.cases import numbers_in
+
     found = {}
     for name, given in inputs.items():
         try:
@@ -248,10 +250,11 @@ def _read_arrays(inputs: Mapping[str, Any]) -> dict[str, Any]:
                 found[name] = np.asarray(given)
             if not isinstance(found[name], np.ndarray):
                 raise ValueError("an archive of several arrays")
-            if found[name].dtype.kind not in "biufcV":  # V: bfloat16 and the like
+            if (numbers := numbers_in(found[name])) is None:
                 raise ValueError(f"the type {found[name].dtype} is not one of numbers")
-            if found[name].size == 0:
-                raise ValueError(f"the shape {found[name].shape} has no numbers")
+            if numbers.size == 0:
+                raise ValueError(f"the shape {numbers.shape} has no numbers")
+            found[name] = numbers
         except MemoryError:
             raise
         except Exception as error:  # NumPy and zipfile raise types that share no base

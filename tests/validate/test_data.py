@@ -4,6 +4,7 @@ import json
 import textwrap
 from collections.abc import Mapping
 
+import ml_dtypes
 import numpy as np
 import onnx
 import pytest
@@ -17,6 +18,7 @@ import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.samples import as_taken, read_samples, samples_from
 from mha_deploy.errors import DeployError
+from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.runtime.user_data import open_samples
 from mha_deploy.status import Kind
 from mha_deploy.text import told_apart
@@ -410,6 +412,25 @@ def test_nothing_is_unpickled_and_missing_files_and_empty_folders_are_refused(tm
     for place in (tmp_path, tmp_path / "empty", tmp_path / "missing.npz", tmp_path / "missing"):
         with pytest.raises(DeployError):
             list(read_samples(place, spec))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_bfloat16_comes_back_from_a_file_of_numpy(precision, tmp_path, spec):
+    x = X[0].astype(ml_dtypes.bfloat16)
+    np.savez(tmp_path / "x.npz", x=x, key_lengths=LENGTHS[0])
+    (sample,) = read_samples(tmp_path / "x.npz", spec)
+    assert sample.inputs["x"].dtype == "V2", "NumPy has no name for it"
+    precision = PRECISIONS[precision]
+    taken = as_taken(sample, spec, precision)
+    assert np.array_equal(taken.inputs["x"], x.astype(precision.numpy))
+
+
+@pytest.mark.parametrize("dtype", [[("a", "<f4")], "V3", "U4"])
+def test_what_is_not_made_of_numbers_is_refused(dtype, tmp_path, spec, bundles):
+    np.savez(tmp_path / "x.npz", x=np.zeros(X[0].shape, dtype), key_lengths=LENGTHS[0])
+    (sample,) = read_samples(tmp_path / "x.npz", spec)
+    with pytest.raises(DeployError, match="does not hold numbers"):
+        as_taken(sample, spec, bundles("tiny-padding").manifest.precision)
 
 
 def test_an_iterator_gives_dictionaries_arrays_or_tensors(spec, bundles):
