@@ -521,8 +521,11 @@ class Agreement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     top5: Annotated[
         float, means("share of the reference's five largest logits that are among the five largest here")
     ]
-    kl: Annotated[float, means("mean Kullback-Leibler divergence from the reference, nats")]
-    kl_max: Annotated[float, means("the largest")]
+    kl: Annotated[
+        float | None,
+        means("mean Kullback-Leibler divergence from the reference, nats; null if a logit is not finite"),
+    ]
+    kl_max: Annotated[float | None, means("the largest; null as above")]
 
 
 class AgreementCounts(Struct, frozen=True, kw_only=True):
@@ -531,8 +534,8 @@ class AgreementCounts(Struct, frozen=True, kw_only=True):
     positions: int = 0
     top1: int = 0
     top5: float = 0.0
-    kl: float = 0.0
-    kl_max: float = 0.0
+    kl: float | None = 0.0  # None where a logit is not finite
+    kl_max: float | None = 0.0
 
 
 def count_agreement(true: np.ndarray, got: np.ndarray) -> AgreementCounts:
@@ -541,7 +544,7 @@ def count_agreement(true: np.ndarray, got: np.ndarray) -> AgreementCounts:
         return AgreementCounts()
     a, b = (each.reshape(-1, each.shape[-1]).astype(np.float64) for each in (true, got))
     if not np.isfinite(b).all():
-        return AgreementCounts(positions=len(a), kl=math.inf, kl_max=math.inf)
+        return AgreementCounts(positions=len(a), kl=None, kl_max=None)
     many = min(_TOP, a.shape[1])
     best, others = (np.argpartition(-each, many - 1, axis=-1)[:, :many] for each in (a, b))
     shared = (best[:, :, None] == others[:, None, :]).any(-1).mean(-1)
@@ -565,10 +568,11 @@ def joined_agreement(parts: Iterable[AgreementCounts]) -> Agreement | None:
     total = sum(each.positions for each in found)
     if not total:
         return None
+    sums, largest = [each.kl for each in found], [each.kl_max for each in found]
     return Agreement(
         positions=total,
         top1=sum(each.top1 for each in found) / total,
         top5=sum(each.top5 for each in found) / total,
-        kl=sum(each.kl for each in found) / total,
-        kl_max=max(each.kl_max for each in found),
+        kl=None if None in sums else sum(each or 0.0 for each in sums) / total,
+        kl_max=None if None in largest else max(each or 0.0 for each in largest),
     )

@@ -355,7 +355,7 @@ def measure_loss(
                 relative_l2=None if each.is_whole else each.relative,
                 sqnr_db=None if each.is_whole else each.sqnr_db,
                 top1=agreed.top1 if agreed else 1.0 - each.loss if each.is_whole else None,
-                kl=min(agreed.kl, _MOST) if agreed else None,
+                kl=None if agreed is None else _MOST if agreed.kl is None else min(agreed.kl, _MOST),
             )
         )
     inside = {part: (sums[value].relative, sums[value].sqnr_db) for part, value in layers.items()}

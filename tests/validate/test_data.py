@@ -154,6 +154,24 @@ def test_another_export_that_is_wrong_on_the_data_fails_and_its_accuracy_drops(t
     assert runtime.outputs[0].agreement.kl > 100 * runtime.outputs[0].original_agreement.kl
 
 
+def test_logits_that_are_not_finite_fail_and_the_report_can_be_written(trained, wrong_graph):
+    bundle, folder = trained
+    model = onnx.load(wrong_graph)
+    for tensor in model.graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        if values.dtype.kind == "f":
+            tensor.CopyFrom(numpy_helper.from_array(values * np.nan, tensor.name))
+    onnx.save(model, wrong_graph)
+    report = md.validate(bundle, graphs=[wrong_graph], data=folder / "held-out.npz", data_limit=2, **QUICK)
+    assert report.outcome == "failed"
+    data = report.to_dict()
+    assert check_report(data) == []
+    (logits,) = data["data"]["runtimes"][0]["outputs"]
+    assert (logits["agreement"]["kl"], logits["agreement"]["kl_max"]) == (None, None)
+    assert logits["original_agreement"]["kl"] >= 0
+    assert "held-out.npz" in report.to_html()
+
+
 def layer_samples(lengths):
     """Samples of a catalog layer, of these lengths."""
     random = np.random.default_rng(2)
