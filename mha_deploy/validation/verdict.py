@@ -196,24 +196,26 @@ def conclude(
     options = replace(options, **flags)
     required = tuple(_requirements(report, judged, demands))
     report = replace(report, requirements=required, max_loss=options.max_loss)
-    found, missing = [*findings(report, options, broken)], tuple[Gap, ...]()
-    if not report.serving:  # which sizes and nodes a server has is its own
-        manifest = report.bundle.manifest
-        gone = (*report.gone, *report.foreign)
-        missing = find_uncovered(judged, report.engines, manifest.spec.axes, gone, manifest.observed)
+    found, manifest = [*findings(report, options, broken)], report.bundle.manifest
+    gone = (*report.gone, *report.foreign)
+    missing = find_uncovered(judged, report.engines, manifest.spec.axes, gone, manifest.observed)
+    if report.serving:  # which sizes and nodes a server has is its own
+        is_asked = options.require_coverage
+        missing = tuple(each for each in missing if is_asked or each.kind is Kind.ATTENTION_NOT_OBSERVED)
+        missing = (*(shrunk_gaps(manifest) if is_asked else ()), *missing)
+    else:
         missing = (*shrunk_gaps(manifest), *missing)
         more = [each.name for each in report.subjects if each.not_judged]
         gaps = [Gap(kind=Kind.OUTPUTS_NOT_JUDGED, name=name) for name in more]
-        missing += tuple(msgspec.structs.replace(gap, text=gap_text(gap)) for gap in gaps)
         if options.probe is not False and judged and not any(_is_probed(each) for each in judged):
-            gap = Gap(kind=Kind.PROBES_NOT_RUN)
-            missing = (*missing, msgspec.structs.replace(gap, text=gap_text(gap)))
+            gaps.append(Gap(kind=Kind.PROBES_NOT_RUN))
+        missing += tuple(msgspec.structs.replace(gap, text=gap_text(gap)) for gap in gaps)
         found = [
             *shrunk_findings(manifest),
             *(() if report.subjects else unfused_findings(manifest, options)),
             *found,
-            *coverage_findings(missing, options),
         ]
+    found += coverage_findings(missing, options)
     ranked = tuple(sorted(found, key=lambda finding: list(Severity).index(finding.level)))
     report = replace(report, findings=ranked, not_verified=missing)
     headline, named = _headline(report, judged, missing)

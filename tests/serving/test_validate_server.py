@@ -1,6 +1,7 @@
 """Validation through a server of the KServe v2 protocol that is not Triton."""
 
 import json
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import mha_deploy as md
+from mha_deploy.bundle.folder import MANIFEST
 from mha_deploy.report.page import key_figures
 from mha_deploy.status import Kind
 
@@ -257,3 +259,30 @@ def test_what_is_not_for_a_server_is_refused(refused, bundles, options):
 def test_a_server_cannot_be_mutated(refused, bundles):
     command = ("validate", bundles("tiny-gqa").path, "--url", "grpc://h:1", "--self-test")
     refused(*command, what="mutates a graph")
+
+
+def test_an_attention_that_no_output_shows_is_not_verified_by_a_server(served, bundles, tmp_path):
+    folder = shutil.copytree(bundles("tiny-gqa").path, tmp_path / "hidden")
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["observed"][0] |= {"shown": [], "hidden": ["zero"]}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    bundle = md.open_bundle(folder)
+    server = served("tiny-gqa", bundle=bundle)
+    report = md.validate(bundle, url=server.url, clients=(1,), requests=1, probe=False)
+    assert report.outcome == "not verified"
+    assert [gap.kind for gap in report.validation.not_verified] == [Kind.ATTENTION_NOT_OBSERVED]
+    assert "the outputs do not show: zero" in report.headline
+
+
+@pytest.mark.parametrize("option", [True, False])
+def test_sizes_that_a_server_did_not_get_fail_where_coverage_is_required(served, bundles, option):
+    server, options = served("tiny-gqa"), {"clients": (1,), "requests": 1, "probe": False}
+    if option:
+        options["require_coverage"] = True
+    else:
+        options["requirements"] = {"require_coverage": True}
+    report = md.validate(bundles("tiny-gqa"), url=server.url, **options)
+    assert report.outcome == "failed"
+    (finding,) = [each for each in report.findings if each.level == "failure"]
+    assert finding.kind is Kind.NOT_COVERED
+    assert not md.validate(bundles("tiny-gqa"), url=server.url, clients=(1,), requests=1).findings
