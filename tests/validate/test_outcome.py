@@ -15,7 +15,7 @@ from mha_deploy.engine.engine import Ledger
 from mha_deploy.judge import OutputVerdict, ParityReport
 from mha_deploy.options import ValidateOptions
 from mha_deploy.status import Kind, Outcome, Reason
-from mha_deploy.validation.evaluate import Evaluation
+from mha_deploy.validation.evaluate import Evaluation, LatencyPoint, LatencyRow
 from mha_deploy.validation.runtimes import TENSORRT, Runtime
 from mha_deploy.validation.verdict import Validation, conclude
 
@@ -82,6 +82,32 @@ def test_a_record_with_less_evidence_never_has_a_better_outcome(has_engine):
         assert record.passed is (expected is Outcome.PASSED)
         for less in with_less(record):
             assert RANKS.index(less.outcome) <= RANKS.index(record.outcome)
+
+
+@pytest.mark.parametrize(
+    ("limit", "is_timed", "outcome"),
+    [(60.0, True, "passed"), (60.0, False, "not verified"), (40.0, True, "failed"), (40.0, False, "failed")],
+)
+def test_a_limit_of_latency_holds_only_where_every_engine_has_a_time(limit, is_timed, outcome):
+    found = engine_named("trt")
+    judged = [evaluation("trt", [Outcome.PASSED], found)]
+    timing = SimpleNamespace(percentile=lambda share: 50.0, p50=50.0, gpu="a GPU", stable=True)
+    refused = Reason(kind=Kind.NOT_TIMED, got="no room")
+    about = {"backend": "TensorRT", "family": TENSORRT}
+    rows = (
+        LatencyRow(name="trt", timing=timing, **about),
+        LatencyRow(name="other", timing=timing if is_timed else None, refused=refused, **about),
+    )
+    point = LatencyPoint(case="opt", sizes={"B": 1}, flops=1, bytes=1, roofline=None, rows=rows)
+    spec = SimpleNamespace(name="made", axes={}, attention_count=1)
+    manifest = SimpleNamespace(spec=spec, attention=[1], notes=(), observed=[], shrunk=[], loss=None)
+    about = {"bundle": SimpleNamespace(manifest=manifest), "engines": (found,), "points": (point,)}
+    options = ValidateOptions(requirements={"max_latency_p99": limit})
+    record = conclude(Validation(evaluations=tuple(judged), **about), judged, options)
+    assert record.outcome == outcome
+    (requirement,) = record.requirements
+    assert requirement.outcome == outcome
+    assert (requirement.got is None) is (outcome == "not verified")
 
 
 def test_a_record_of_nothing_is_not_verified():
