@@ -307,6 +307,7 @@ class Conformance(Word):
 
 
 CONFORMS, WRONG, CELL_REFUSED, ABSENT = Conformance
+_OUTCOMES = {CONFORMS: Outcome.PASSED, WRONG: Outcome.FAILED}  # the others have no answer
 
 
 class MaskVerdict(Struct, frozen=True, forbid_unknown_fields=True):
@@ -484,7 +485,9 @@ class ConformanceTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     precision: Annotated[str, means("precision of the graphs")]
     seed: Annotated[int, means("seed of the inputs")]
-    outcome: Annotated[Outcome, means("failed if a runtime is wrong on a mask")] = Outcome.NOT_VERIFIED
+    outcome: Annotated[
+        Outcome, means("failed if a runtime is wrong on a mask; not verified if none computes any")
+    ] = Outcome.NOT_VERIFIED
     columns: Annotated[tuple[str, ...], means("the runtimes by name")]
     rows: Annotated[tuple[MaskRow, ...], means("the masks")]
 
@@ -492,7 +495,8 @@ class ConformanceTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for index, row in enumerate(self.rows):
             if set(row.cells) != set(self.columns):
                 raise ValueError(f"rows[{index}].cells: not one for every column")
-        derive(self, outcome=Outcome.passing(not self.wrong))
+        cells = [cell for row in self.rows if not row.diagnostic for cell in row.cells.values()]
+        derive(self, outcome=Outcome.of(_OUTCOMES[each.status] for each in cells if each.status in _OUTCOMES))
 
     @property
     def wrong(self) -> list[tuple[MaskRow, str, MaskVerdict]]:
@@ -506,7 +510,7 @@ class ConformanceTable(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def passed(self) -> bool:
-        """Whether no answer is wrong."""
+        """Whether there are answers, and none is wrong."""
         return self.outcome is Outcome.PASSED
 
 

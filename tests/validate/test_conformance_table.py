@@ -445,6 +445,15 @@ def test_what_pytorch_refuses_is_reported(monkeypatch):
 # -- the table -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("column", ["Not here.", graph_column(NumpyRunner, "onnx")])
+def test_a_table_without_an_answer_is_not_verified(column):
+    case = "causal" if isinstance(column, str) else "own-causal"  # which only shows what a runtime does
+    table = conformance_table({"it": column}, FP16, cases=named(case))
+    assert (table.outcome, table.passed) == ("not verified", False)
+    right = conformance_table({"it": graph_column(NumpyRunner, "onnx")}, FP16, cases=named("causal"))
+    assert (right.outcome, right.passed) == ("passed", True)
+
+
 def test_the_table_is_plain_data():
     columns = {
         "right": graph_column(NumpyRunner, "onnx"),
