@@ -168,7 +168,7 @@ def _from_data(data: Any, name: str, runtime: str) -> Side:
         problem, hint = f"The {kind} does not follow its format.", "docs/report.md, matrix.md"
         raise DeployError(problem, got=f"{name}: {failure}", hint=hint) from failure
     if runtime and not results:
-        known = {cell.get("runtime", "") for cell in data["cells"]} if kind == "matrix" else set[str]()
+        known = {str(cell.get("runtime", "")) for cell in data["cells"]} if kind == "matrix" else set[str]()
         raise DeployError("No cell has this runtime.", got=name, hint=nearest(runtime, known))
     return Side(name=name, kind=kind, results=results, created=created)
 
@@ -269,6 +269,13 @@ _RANKS: Mapping[str, Mapping[str, int]] = {
     "conformance": {"conforms": 2, "refused": 1, "absent": 1, "wrong": 0},
     "range": {"ok": 2, "near": 1, "overflows": 0},
     "coverage": {"ran": 1, "not run": 0},
+}
+# What ranks higher by less evidence alone is no improvement.
+_LESS_KNOWN = {
+    ("failed", "not verified"),
+    ("decomposed", "unknown"),
+    ("mixed", "unknown"),
+    ("wrong", "absent"),
 }
 # A median that grew by this share of the old one is never the same, whatever the spread.
 _LARGE = 0.5
@@ -579,7 +586,7 @@ def _judge(section: str, old: Measurement, new: Measurement, limits: Limits) -> 
         return next((level for level in (REGRESSION, IMPROVEMENT) if level in levels), SAME), ""
     if old.kind == "status":
         level = _direction(*(_RANKS[section].get(each.value, 1) for each in (old, new)))
-        if level == IMPROVEMENT and new.value == "unknown":  # less evidence is no improvement
+        if level == IMPROVEMENT and (old.value, new.value) in _LESS_KNOWN:
             return CHANGED, "no longer known"
         if level == SAME and old.doubt != new.doubt:
             return CHANGED, "other kernels"
@@ -613,6 +620,8 @@ def _judge_share(old: Measurement, new: Measurement, limits: Limits) -> tuple[Le
     if old.outcome is not new.outcome:
         what = {Outcome.FAILED: "out of budget", Outcome.NOT_VERIFIED: "no longer verified"}
         level = _direction(*(_RANKS["verdict"][each.outcome] for each in (old, new)))
+        if (old.outcome, new.outcome) in _LESS_KNOWN:
+            return CHANGED, "no longer known"
         return level, what[new.outcome] if level is REGRESSION else ""
     if bool(old.errors) != bool(new.errors):
         return (IMPROVEMENT, "") if new.errors else (REGRESSION, "no error was measured")

@@ -57,9 +57,13 @@ def deviation_grown(data):
     found["deviation"]["relative_l2"] = 0.9 * found["budget"]["relative_l2"]
 
 
-def mask_wrong(data):
+def mask_status(data, status):
     row = next(row for row in data["conformance"]["rows"] if not row["diagnostic"])
-    next(cell for cell in row["cells"].values() if cell["status"] == "conforms")["status"] = "wrong"
+    next(cell for cell in row["cells"].values() if cell["status"] == "conforms")["status"] = status
+
+
+def mask_wrong(data):
+    mask_status(data, "wrong")
 
 
 def budget_wider(data):
@@ -607,7 +611,30 @@ def test_a_validation_that_ran_nothing_ranks_between_passed_and_failed(old, new,
     sides = [passing(), passing()]
     for side, outcome in zip(sides, (old, new), strict=True):
         side["verdict"] |= {"outcome": outcome}
-    assert md.compare(*sides).passed is passed
+    found = md.compare(*sides)
+    assert found.passed is passed
+    assert not [change for change in found.changes if change.level == "improvement"], "less is known"
+
+
+WRONG_OR_UNKNOWN = {
+    "error": [
+        lambda data: verdict(data, outcome="failed", reason={"kind": "out of budget"}),
+        lambda data: verdict(data, outcome="not verified", reason={"kind": "oracle zero"}),
+    ],
+    "conformance": [
+        lambda data: mask_status(data, "wrong"),
+        lambda data: mask_status(data, "absent"),
+    ],
+}
+
+
+@pytest.mark.parametrize("section", WRONG_OR_UNKNOWN)
+def test_less_evidence_of_something_wrong_is_no_improvement(section):
+    sides = [passing(), passing()]
+    for data, plant in zip(sides, WRONG_OR_UNKNOWN[section], strict=True):
+        plant(data)
+    levels = {change.level for change in md.compare(*sides).changes if change.section == section}
+    assert levels == {"changed", "same"}
 
 
 CORNER = {**GAP, "least": 1, "most": 2, "end": "min", "other_axis": "S", "other_least": 17, "other_most": 64}

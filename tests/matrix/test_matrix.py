@@ -228,6 +228,12 @@ def test_one_report_that_compare_reads(bundles, tmp_path):
     with pytest.raises(md.DeployError, match="No cell has this runtime") as caught:
         md.compare(f"{path}#odd", path)
     assert "old" in caught.value.hint
+    data = json.loads(path.read_text())
+    for name in ({}, 7):  # as somebody may have written it
+        data["cells"][0]["runtime"] = name
+        (tmp_path / "odd.json").write_text(json.dumps(data))
+        with pytest.raises(md.DeployError, match="No cell has this runtime"):
+            md.compare(f"{tmp_path / 'odd.json'}#odd", path)
     worse = run(plan, tmp_path / "other", Scripted(default="crashed"))
     worse.save(tmp_path / "worse")
     found = md.compare(path, tmp_path / "worse")
