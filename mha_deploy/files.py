@@ -12,7 +12,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from mha_deploy.errors import DeployError
 from mha_deploy.text import printable
@@ -163,10 +163,26 @@ def check_plain(data: Any, at: str = "$", depth: int = 0) -> None:
         raise ValueError(f"Expected a finite number, got {data} - at `{at}`")
 
 
-def problem_in(error: Exception) -> tuple[str, str]:
-    """What msgspec refuses, and where: `files.model`, or nothing for the whole. It has both as one text."""
+class Problem(NamedTuple):
+    """What msgspec refuses."""
+
+    what: str  # in its words
+    place: str  # as `files.model`; empty for the whole
+    unknown: str | None  # the field that its object does not have
+    strange: str | None  # the text that is none of those allowed
+
+    @property
+    def table(self) -> str:
+        """The outermost field of the place."""
+        return re.split(r"[.\[]", self.place)[0]
+
+
+def problem_in(error: Exception) -> Problem:
+    """What msgspec refuses, and where: it has all of it as one text only."""
     what, _, place = str(error).partition(" - at `$")
-    return what, place.strip(".`")
+    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", what, re.DOTALL)
+    strange = re.fullmatch(r"Invalid enum value '(.*)'", what, re.DOTALL)
+    return Problem(what, place.strip(".`"), unknown and unknown[1], strange and strange[1])
 
 
 def as_plain(value: Any) -> Any:

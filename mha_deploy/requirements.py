@@ -147,9 +147,10 @@ def _invalid(path: str, table: Any, error: msgspec.ValidationError) -> DeployErr
     if unknown := [name for name in table if name not in known]:
         got = f"{path}: {unknown[0]}"
         return DeployError("There is no such requirement.", got=got, hint=nearest(unknown[0], known))
-    words, name = problem_in(error)
+    problem = problem_in(error)
+    name, words = problem.place, problem.what.lower().replace("`", "")
     what, given = f"The value of {name or 'a requirement'} is not valid.", f"{name} = {table.get(name)!r}"
-    return DeployError(what, got=f"{path}: {given}", hint=f"what was {words.lower().replace('`', '')}")
+    return DeployError(what, got=f"{path}: {given}", hint=f"what was {words}")
 
 
 class Requirements:

@@ -33,7 +33,7 @@ from mha_deploy.bundle.folder import LEDGER, MANIFEST, NO_ENGINES, Bundle, open_
 from mha_deploy.engine.build import Trial, engine_from_bundle, run_trials
 from mha_deploy.engine.engine import Engine, first_gpu, parse_ranges, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
-from mha_deploy.files import PathPart, as_plain, check_plain, read_json, read_regular
+from mha_deploy.files import PathPart, as_plain, check_plain, problem_in, read_json, read_regular
 from mha_deploy.model.catalog import find_spec, is_factory
 from mha_deploy.options import EngineOptions, OnName, ValidateOptions, in_python, silent
 from mha_deploy.output import (
@@ -118,12 +118,13 @@ def read_plan(source: Any) -> Plan:
         check_plain(data)
         plan = msgspec.convert(data, Plan)
     except (OSError, msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
-        if unknown := re.match(r"Object contains unknown field `(.*?)`(?: - at `\$\.(\w+))?", str(error)):
-            entry = {"models": ModelEntry, "runtimes": RuntimeEntry}.get(unknown[2], Plan)
-            hint = f"{nearest(unknown[1], entry.__struct_fields__)}; {hint}"
-        if strange := re.match(r"Invalid enum value '(.*?)' - at `\$\.(\w+)", str(error)):
-            allowed = get_args(_Backend if strange[2] == "runtimes" else _Precision)
-            hint = f"{nearest(strange[1], allowed)}; {hint}"
+        problem = problem_in(error)
+        if problem.unknown is not None:
+            entry = {"models": ModelEntry, "runtimes": RuntimeEntry}.get(problem.table, Plan)
+            hint = f"{nearest(problem.unknown, entry.__struct_fields__)}; {hint}"
+        if problem.strange is not None:
+            allowed = get_args(_Backend if problem.table == "runtimes" else _Precision)
+            hint = f"{nearest(problem.strange, allowed)}; {hint}"
         raise DeployError("The plan cannot be read.", got=f"{source}: {error}", hint=hint) from error
     for what in ("models", "runtimes", "precisions", "gpus", "options"):
         if not getattr(plan, what):
@@ -646,8 +647,10 @@ class Matrix(SavableResult):
 
 
 def _share(cell: MatrixCell) -> float | None:
+    """The largest share of a budget; None where an output has none, since it is not finite or did not run."""
     runs = (cell.report or {}).get("parity") or ()
-    return max((each["share"] or 0.0 for run in runs for each in run["verdicts"]), default=None)
+    shares = [each["share"] for run in runs for each in run["verdicts"]]
+    return None if None in shares else max(shares, default=None)
 
 
 def _p50(cell: MatrixCell) -> float | None:

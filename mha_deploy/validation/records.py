@@ -456,8 +456,8 @@ def _problems(data: Any, schema: type[Struct]) -> list[str]:
     try:
         msgspec.convert(data, schema)
     except msgspec.ValidationError as error:
-        what, place = problem_in(error)
-        return [f"{place}: {what}" if place else what]
+        problem = problem_in(error)
+        return [f"{problem.place}: {problem.what}" if problem.place else problem.what]
     return []
 
 

@@ -257,6 +257,17 @@ def test_the_page_is_a_heat_map(bundles, tmp_path):
     assert re.findall('<td class="heat ([^"]*)"[^>]*>([^<]*)', times) == [("q0", "2.00"), ("q5", "9.00")]
 
 
+@pytest.mark.parametrize(("shares", "is_shown"), [([0.2, 0.4], True), ([0.2, None], False)])
+def test_an_output_without_a_number_leaves_no_share_of_the_others(bundles, tmp_path, shares, is_shown):
+    done = run(plan_of(str(bundles("tiny-gqa").path)), tmp_path, Scripted())
+    (cell, *others) = done.cells
+    parity = [{"verdicts": [{"share": each} for each in shares]}]
+    changed = replace(done, cells=(replace(cell, report={**cell.report, "parity": parity}), *others))
+    titles = [each.title for each in changed.tables()]
+    assert ("Largest share of the error budget" in titles) is is_shown
+    assert ("40% of the budget" in changed.to_html()) is is_shown
+
+
 # -- for real --------------------------------------------------------------------------------------
 
 
