@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -169,9 +169,9 @@ class SequenceCaches:
 
     def infer(self, requests: Sequence[ServedRequest]) -> list[Arrays | DeployError]:
         """Prompts and decode steps of different sequences."""
-        results, present = dict[int, Arrays | DeployError](), set[Hashable]()
+        results, present = dict[int, Arrays | DeployError](), dict[Hashable, int]()
         for index, request in enumerate(requests):
-            if request.sequence in present:
+            if present.setdefault(request.sequence, index) != index:
                 got = f"correlation ID {request.sequence}"
                 results[index] = DeployError(
                     "A sequence can have only one request at a time.",
@@ -179,9 +179,8 @@ class SequenceCaches:
                     hint="wait for the response before the next request",
                 )
                 continue
-            present.add(request.sequence)
             if request.start:
-                self._begin(request.sequence)
+                self._begin(request.sequence, present)
             if (problem := self._refusal(request)) is not None:
                 results[index] = problem
 
@@ -191,15 +190,20 @@ class SequenceCaches:
 
         for group in group_by([i for i in range(len(requests)) if i not in results], tokens):
             results |= zip(group, self._feed([requests[index] for index in group]), strict=True)
-        for index, request in enumerate(requests):
+        for sequence, index in present.items():  # a second request of a sequence does not end it
+            request = requests[index]
             if request.end or (isinstance(results[index], DeployError) and request.start):
-                self._sequences.pop(request.sequence, None)
+                self._sequences.pop(sequence, None)
         return [results[index] for index in range(len(requests))]
 
-    def _begin(self, sequence: Hashable) -> None:
+    def _begin(self, sequence: Hashable, present: Container[Hashable]) -> None:
+        """Give a sequence an empty cache, if need be that of another one that is not in the same batch."""
         self._sequences.pop(sequence, None)
         if len(self._sequences) >= self.slots:  # the server has given up the one that rests longest
-            del self._sequences[min(self._sequences, key=lambda key: self._sequences[key].used)]
+            idle = {key: each.used for key, each in self._sequences.items() if key not in present}
+            if not idle:
+                return
+            del self._sequences[min(idle, key=lambda key: idle[key])]
         if self._shared is None:
             self._sequences[sequence] = _Sequence(HostDecodeLoop(self._runner, self._spec, 1))
             return

@@ -1,5 +1,7 @@
 """The model inside a server: batches of several requests, and the KV caches of sequences."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -164,6 +166,21 @@ def test_a_sequence_has_one_request_at_a_time(decoder):
     first, second = found.caches.infer([found.request(0), found.request(0)])
     assert not isinstance(first, md.DeployError)
     assert "one request at a time" in str(second)
+    found.outputs[0].append(first["output"])
+    assert len(found.caches) == 1, "the second request did not end the sequence"
+    twice = [found.request(0), replace(found.request(0), end=True)]
+    assert not isinstance(found.caches.infer(twice)[0], md.DeployError)
+    assert len(found.caches) == 1
+
+
+def test_more_sequences_than_caches_in_one_batch_do_not_disturb_each_other(decoder):
+    found = decoder("tiny-dynamic", slots=1)
+    first, second = found.caches.infer([found.request(0), found.request(1)])
+    assert not isinstance(first, md.DeployError)
+    assert "another sequence took its cache" in str(second)
+    found.outputs[0].append(first["output"])
+    found.step(0)
+    assert max(next(iter(found.errors())), 0) < 1e-2
 
 
 def test_a_sequence_is_one_batch_element(decoder):
