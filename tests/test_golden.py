@@ -15,6 +15,7 @@ from mha_deploy.bundle.cases import (
     read_arrays,
     read_case,
     refuse_polygraphy,
+    unpack_baselines,
     write_case,
     write_polygraphy,
 )
@@ -204,3 +205,11 @@ def test_a_result_that_is_not_finite_is_refused(folder, group):
 
     edit_arrays(folder, spoil)
     assert "not finite" in refused(folder, "not finite").what
+
+
+@pytest.mark.parametrize("shape", [(), (65,)])
+def test_samples_of_one_number_have_their_own_axis(shape):
+    arrays = {"branches": np.zeros(1, np.int32), "samples/fp32/loss": np.zeros(shape, np.uint8)}
+    arrays["scale/fp32/loss"] = np.array(1.0)
+    with pytest.raises(BundleError, match="does not hold its samples"):
+        unpack_baselines("golden/opt.safetensors", arrays, {"loss": np.ones(())}, PRECISIONS["fp32"])

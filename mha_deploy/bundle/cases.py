@@ -329,8 +329,8 @@ def unpack_baselines(file: str, arrays: Arrays, oracle: Arrays, precision: Preci
             stored, scale = (arrays[f"{kind}/{accumulate}/{name}"] for kind in ("samples", "scale"))
             is_float = np.issubdtype(true.dtype, np.floating)
             wanted = np.dtype(np.uint8) if is_float else true.dtype
-            right = stored.shape[1:] == true.shape and branches < len(stored) <= _MOST_SAMPLES
-            right = right and branches <= _MOST_BRANCHES
+            right = stored.ndim == true.ndim + 1 and stored.shape[1:] == true.shape
+            right = right and branches < len(stored) <= _MOST_SAMPLES and branches <= _MOST_BRANCHES
             if not right or stored.dtype != wanted or scale.shape != () or not 0 < float(scale) < math.inf:
                 what = "A golden case does not hold its samples as the spec describes them."
                 got = f"{file}: {name}, {stored.dtype} {stored.shape}"
