@@ -34,6 +34,7 @@ from mha_deploy.results import Report
 from mha_deploy.runtime.child import isolation
 from mha_deploy.runtime.tensorrt.builder import parse_targets
 from mha_deploy.runtime.tensorrt.versions import EngineError, NotFusedError, TensorRT, load
+from mha_deploy.status import Outcome
 from mha_deploy.text import error as error_text
 from mha_deploy.validation.run import validate_bundle
 from mha_deploy.validation.verdict import Validation
@@ -300,7 +301,8 @@ def judged_trial(trial: Trial, precision: str, report: Validation) -> TrialRecor
     if not mine and not reasons_not_to_run(engine):
         refused = "the engine fits this machine and did not run"
     elif not judged or not all(each.is_right for each in judged):
-        refused = "wrong results" if judged else "nothing was judged"
+        is_wrong = any(each.outcome is Outcome.FAILED for each in judged)
+        refused = "wrong results" if is_wrong else "nothing shows that its results are right"
     rows = [row for point in report.points for row in point.rows if row.name == stem]
     verdicts = [verdict for each in judged for run in each.parity for verdict in run.verdicts]
     errors = [verdict.deviation.relative_l2 for verdict in verdicts if verdict.deviation is not None]

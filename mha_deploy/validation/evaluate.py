@@ -256,9 +256,8 @@ class Evaluation:
 
     @property
     def is_right(self) -> bool:
-        """Whether the results of everything that it was judged on are right."""
-        decodes = all(report.passed for report in self.decode_reports)
-        return decodes and all(report.passed for report in self.parity)
+        """Whether it was judged, and everything is right: cases, decode steps, batch elements elsewhere."""
+        return self.outcome is Outcome.PASSED
 
     @property
     def wrong_cases(self) -> list[str]:

@@ -16,6 +16,7 @@ from mha_deploy.judge import OutputVerdict, ParityReport
 from mha_deploy.options import ValidateOptions
 from mha_deploy.status import Kind, Outcome, Reason
 from mha_deploy.validation.evaluate import Evaluation, LatencyPoint, LatencyRow
+from mha_deploy.validation.invariance import InvarianceCheck
 from mha_deploy.validation.runtimes import TENSORRT, Runtime
 from mha_deploy.validation.verdict import Validation, conclude
 
@@ -108,6 +109,15 @@ def test_a_limit_of_latency_holds_only_where_every_engine_has_a_time(limit, is_t
     (requirement,) = record.requirements
     assert requirement.outcome == outcome
     assert (requirement.got is None) is (outcome == "not verified")
+
+
+@pytest.mark.parametrize("outcome", RANKS)
+def test_a_runtime_in_which_batch_elements_change_each_other_is_not_right(outcome):
+    judged = evaluation("trt", [Outcome.PASSED], engine_named("trt"))
+    assert judged.is_right
+    check = InvarianceCheck(backend="trt", case="opt", check="batch slot", detail="", outcome=outcome)
+    assert dataclasses.replace(judged, invariance=(check,)).is_right is (outcome is Outcome.PASSED)
+    assert not dataclasses.replace(judged, parity=()).is_right
 
 
 def test_a_record_of_nothing_is_not_verified():
