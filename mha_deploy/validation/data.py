@@ -200,6 +200,7 @@ class _Header(Struct, frozen=True, kw_only=True):
     bundle_sha256: str
     version: str = __version__
     metric: str = ""
+    logits: tuple[str, ...] = ()
     is_complete: bool = False
 
 
@@ -321,7 +322,9 @@ def validate_data(
     """Run every sample, and judge it against the reference that its source gives."""
     spec, manifest, measure = bundle.manifest.spec, bundle.manifest, data.measure
     header = _Header(
-        bundle_sha256=sha256(bundle.path / MANIFEST), metric="" if measure is None else measure.digest
+        bundle_sha256=sha256(bundle.path / MANIFEST),
+        metric="" if measure is None else measure.digest,
+        logits=tuple(_logits_of(bundle, options)),
     )
     kept = _Kept(options.resume, header)
     make: Callable[[Sample], GoldenCase] | None = None

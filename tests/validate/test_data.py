@@ -196,6 +196,24 @@ def test_a_run_that_was_interrupted_goes_on_where_it_stopped(bundles, tmp_path):
     assert third.runtimes == second.runtimes
 
 
+def test_a_run_with_other_logits_does_not_go_on_from_those_before(bundles, tmp_path):
+    """Samples that were compared before would not count for the agreement of an output named now."""
+    bundle, items = bundles("tiny-gqa"), layer_samples([3, 4])
+
+    def stream(most):
+        yield from items[:most]
+        if most < len(items):
+            raise RuntimeError("the disk is gone")
+
+    options = {"resume": tmp_path / "data.jsonl", **QUICK}
+    with pytest.raises(DeployError, match="samples cannot be read"):
+        md.validate(bundle, data=stream(1), **options)
+    found = md.validate(bundle, data=stream(2), logits=["output"], **options).record.data
+    assert found.resumed == 0
+    (output,) = found.runtimes[0].outputs
+    assert output.agreement.positions == 7
+
+
 METRICS = """
 def no_number(outputs, sample):
     return "good"
