@@ -31,7 +31,7 @@ class Deviation:
         float, means("the same for the worst vector along the last axis: one token, or a query's weights")
     ]
     max_abs: Annotated[float, means("largest absolute error, in units of the oracle's root mean square")]
-    # Rounding goes both ways and cancels here, a wrong scale does not.
+    # Rounding goes up and down and cancels here, a wrong scale does not.
     gain: Annotated[
         float, means("abs(⟨y, o⟩ / ⟨o, o⟩ − 1): by how much the whole result is too large or too small")
     ]

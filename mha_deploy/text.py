@@ -28,12 +28,13 @@ def short(value: float | None) -> str:
     return text.replace("-", "−")
 
 
-def told_apart(value: float, other: float) -> tuple[str, str]:
+def distinct_figures(value: float, other: float) -> tuple[str, str]:
     """Two figures with as many digits as show that they differ, if they do."""
-    if value == other or short(value) != short(other):
-        return short(value), short(other)
+    usual = short(value), short(other)
+    if value == other or usual[0] != usual[1]:
+        return usual
     pairs = ((f"{value:.{digits}g}", f"{other:.{digits}g}") for digits in range(4, 18))
-    return next((a, b) for a, b in pairs if a != b)
+    return next(((a, b) for a, b in pairs if a != b), usual)
 
 
 def error(value: float | None) -> str:

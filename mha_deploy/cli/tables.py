@@ -450,8 +450,8 @@ def report_renderable(report: Data, *, verbose: bool = False, headed: bool = Tru
     """
     model = f"{report['model']['name']} {tables.types_of(report)}"
     verdict = report["verdict"]
-    said = [each for each in tables.shown_findings(verdict) if not each.get("in_headline")]
-    by_level = group_by(said, lambda finding: finding["level"])
+    listed = [each for each in tables.shown_findings(verdict) if not each.get("in_headline")]
+    by_level = group_by(listed, lambda finding: finding["level"])
     findings = {group[0]["level"]: _finding_lines(group) for group in by_level}
     blocks: list[RenderableType] = [verdict_renderable(report)] if headed else []
     blocks += findings.pop("failure", [])

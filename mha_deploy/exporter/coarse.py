@@ -2,7 +2,7 @@
 
 A part of an attention in BF16, or a weight in INT8, is often within the budget of FP16: its error is eight
 times that of rounding there, and everything else rounds, too. But it has a direction that is known in
-advance, since the same numbers are rounded the same way. So each of these mistakes is computed in FP64, and
+advance, since the same numbers are rounded alike. So each of these mistakes is computed in FP64, and
 what it adds to the outputs of one golden case is stored: an error that contains it is no rounding.
 """
 

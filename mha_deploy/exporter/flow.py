@@ -110,7 +110,7 @@ class ExportSource(ABC):
     opset: int
     cache: str = "none"  # the KV cache of a catalog layer
     planned: Sequence[str] = MODULE_CASES  # the golden cases among its steps
-    declares_cache = True  # whether its user said so: one that was recognized need not be a cache
+    declares_cache = True  # whether its user declared it: one that was recognized need not be a cache
     spec: ModelSpec  # known once there is a graph, complete once the golden cases are captured
     attentions: int  # how many it computes, fused or not
     places: dict[str, str | None] | None = None  # where in the source code they are, where that is known

@@ -398,9 +398,9 @@ class OnnxSource(ExportSource):
                     self.dims, self.axes = _tied(*before, fewer)
                     ties = fewer if self._fails() is None else ties
                 self.dims, self.axes = _tied(*before, ties)
-                said = ", ".join(f"{name} = {other}" for name, other in ties.items())
+                shown = ", ".join(f"{name} = {other}" for name, other in ties.items())
                 hint = f"--axis {next(iter(ties))}=N chooses another"
-                self.notes.append(f"the file runs only where sizes agree: {said}; {hint}")
+                self.notes.append(f"the file runs only where sizes agree: {shown}; {hint}")
                 return
         self.dims, self.axes = before
 

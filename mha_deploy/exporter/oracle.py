@@ -664,9 +664,11 @@ class RandomRounding(Float64, RoundingMode):
             scores = self._accumulate("matmul", (part, k.transpose(-1, -2)), scores)
             scores = self.rounded(scores.mul_(scale))
             if mask is not None:
-                seen = mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., start : start + rows, :]
-                is_bool = seen.dtype == torch.bool
-                scores = scores.masked_fill(~seen, -math.inf) if is_bool else scores + seen
+                part_mask = (
+                    mask if mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., start : start + rows, :]
+                )
+                is_bool = part_mask.dtype == torch.bool
+                scores = scores.masked_fill(~part_mask, -math.inf) if is_bool else scores + part_mask
             weights = self.rounded(torch.softmax(scores, -1).nan_to_num_(0.0))
             blocks.append(self._accumulate("matmul", (weights, v), matmul(weights, v)))
         result = self.rounded(torch.cat(blocks, -2) if len(blocks) > 1 else blocks[0])
@@ -695,18 +697,18 @@ class RandomRounding(Float64, RoundingMode):
             axis = dim if isinstance(dim, int) else -1
             ranks = flat.argsort(axis).argsort(axis).view(noted.shape)
             moved = moved * (1 - 2 * (ranks % 2))
-        other_way = super().call(func, (operand + moved, *args[1:]), kwargs)
-        if name in _ORDERED and len(found := tensors_in(other_way)) == 2:  # other places, the same numbers
+        otherwise = super().call(func, (operand + moved, *args[1:]), kwargs)
+        if name in _ORDERED and len(found := tensors_in(otherwise)) == 2:  # other places, the same numbers
             places = found[1]
             if places.dim() == operand.dim():
-                other_way = (operand.gather(axis, places), places)
+                otherwise = (operand.gather(axis, places), places)
             elif places.dim() == operand.dim() - 1:
-                other_way = (operand.gather(axis, places.unsqueeze(axis)).squeeze(axis), places)
-        pairs = zip(tensors_in(result), tensors_in(other_way), strict=True)
+                otherwise = (operand.gather(axis, places.unsqueeze(axis)).squeeze(axis), places)
+        pairs = zip(tensors_in(result), tensors_in(otherwise), strict=True)
         if all(one.is_floating_point() or torch.equal(one, other) for one, other in pairs):
             return result
         self.changed = True
-        return other_way
+        return otherwise
 
 
 def _sums_tensors(args: Any, result: Any) -> bool:
@@ -718,7 +720,7 @@ def _sums_tensors(args: Any, result: Any) -> bool:
 _CASTS = frozenset(["_to_copy", "to", "convert_element_type"])
 
 
-def widened_nodes(program: ExportedProgram) -> frozenset[str]:
+def upcast_nodes(program: ExportedProgram) -> frozenset[str]:
     """The FX nodes that convert to a wider type what elementwise operators made of half-precision inputs.
 
     Nothing else rounds these numbers, and they may be large: a time step times 1000 is rounded to FP16 before
@@ -788,10 +790,10 @@ def run_program(
 
     if program not in _KNOWN:
         has_branches = any(map(_is_higher_order, program.graph.nodes))
-        _KNOWN[program] = deciding_nodes(program), widened_nodes(program), has_branches
-    deciding, widened, has_branches = _KNOWN[program]
+        _KNOWN[program] = deciding_nodes(program), upcast_nodes(program), has_branches
+    deciding, upcasts, has_branches = _KNOWN[program]
     deciding = deciding if is_exact else frozenset()
-    rounded = dict.fromkeys(widened, mode.rounded) if isinstance(mode, RandomRounding) else {}
+    rounded = dict.fromkeys(upcasts, mode.rounded) if isinstance(mode, RandomRounding) else {}
     given_all = [argument(spec) for spec in program.graph_signature.input_specs]
     run = _Interpreter(program.graph_module, map(str, nodes.values()), deciding, rounded)
     with torch.no_grad(), mode:
@@ -805,7 +807,7 @@ def run_program(
     return outputs, {name: run.kept[str(node)] for name, node in nodes.items()}
 
 
-# Of a program that was run: its deciding and widened nodes, and whether it has control flow.
+# Of a program that was run: its deciding nodes, those that upcast, and whether it has control flow.
 _KNOWN: WeakKeyDictionary[ExportedProgram, tuple[frozenset[str], frozenset[str], bool]]
 _KNOWN = WeakKeyDictionary()
 

@@ -101,7 +101,7 @@ def _refused(node: ir.Node, why: str, hint: str = "") -> ExportError:
 
 
 def _heads_of(node: ir.Node) -> _PrunableHeads:
-    """Read an attention and its projections, or say what is in the way."""
+    """Read an attention and its projections, or say what prevents that."""
     found = read_attention(node)
     if found.has_past or found.has_present or found.has_nonpad_kv_seqlen:
         raise _refused(node, "a KV cache, whose shape would change", _CACHE_HINT)

@@ -17,6 +17,7 @@ from mha_deploy.text import (
     NOTHING,
     absent_text,
     budget_share,
+    distinct_figures,
     engine_reason_text,
     error,
     plural,
@@ -27,7 +28,6 @@ from mha_deploy.text import (
     sizes_joined,
     sizes_text,
     times,
-    told_apart,
     yes_no,
 )
 
@@ -484,7 +484,7 @@ def loss_table(found: Data) -> Table:
     title = f"Loss of {found['what']}{how}: {plural(found['samples'], kind)} of {found['data']}"
     title += "" if found["limit"] is None else f", limit {found['limit']:g}"
     if metric := found["metric"]:
-        own, theirs = told_apart(metric["compressed"], metric["original"])
+        own, theirs = distinct_figures(metric["compressed"], metric["original"])
         title += f"; {metric['name']}: {own}, original {theirs}"
     return table(title, ("output", "#loss, relative L2|loss", "#SQNR, dB|dB", "#top-1", "#KL"), rows)
 
@@ -549,7 +549,7 @@ def data_table(found: Data) -> Table:
             counts += f"; budget used: median {budget_share(used['p50'])}, most {budget_share(used['max'])}"
         if metric := each["metric"]:
             name, value, original = metric["name"], metric["value"], metric["original"]
-            own, theirs = told_apart(value, original)
+            own, theirs = distinct_figures(value, original)
             counts += f"; {name}: {own}, original {theirs}"
         groups.append(Group(title=each["backend"], about=counts, rows=rows))
     errors = ("#p50 error", "+#p90", "#p99", "#max", "#p99 of the original|original")

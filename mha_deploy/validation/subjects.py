@@ -167,7 +167,7 @@ class Fit:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing has to be changed on the way."""
+        """Whether no name and no type has to be changed."""
         renamed = any(a != b for a, b in (*self.inputs.items(), *self.outputs.items()))
         return not (renamed or self.converted or self.not_judged)
 

@@ -21,7 +21,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.runtime.user_data import open_samples
 from mha_deploy.status import Kind
-from mha_deploy.text import told_apart
+from mha_deploy.text import distinct_figures
 from mha_deploy.validation.records import check_report
 
 QUICK = {"probe": False, "latency": False, "backends": ["ort-cpu"]}
@@ -299,10 +299,11 @@ def test_data_of_which_nothing_was_run_is_one_warning(bundles):
     assert [each.kind for each in report.findings if each.section == "data"] == [Kind.DATA_OUTSIDE]
 
 
-def test_figures_are_written_with_as_many_digits_as_tell_them_apart():
-    assert told_apart(0.9658, 0.9663) == ("0.9658", "0.9663")
-    assert told_apart(0.5, 0.25) == ("0.500", "0.250")
-    assert told_apart(1.0, 1.0) == ("1.00", "1.00")
+def test_figures_are_written_with_as_many_digits_as_show_that_they_differ():
+    assert distinct_figures(0.9658, 0.9663) == ("0.9658", "0.9663")
+    assert distinct_figures(0.5, 0.25) == ("0.500", "0.250")
+    assert distinct_figures(1.0, 1.0) == ("1.00", "1.00")
+    assert distinct_figures(float("nan"), float("nan")) == ("NaN", "NaN")
 
 
 @pytest.mark.slow
