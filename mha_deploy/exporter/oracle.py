@@ -22,6 +22,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec
 from torch.fx import GraphModule, Interpreter, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mha_deploy.errors import ExportError
 from mha_deploy.exporter.axes import ExportedModule
@@ -440,9 +441,6 @@ _ROUNDING = _MATMULS | _ROUNDED | _SUMS | {"scaled_dot_product_attention"}
 _DECISION_ELEMENTS = 1 << 22  # of the operand of a decision that is followed
 _SCORES_BYTES = 1 << 28  # of attention scores at a time
 
-
-_WRITTEN = "_comes_from_rounded_numbers"  # of a tensor of a sample
-
 _NARROWER = {torch.complex32: torch.complex64, torch.complex128: torch.complex64}
 _NARROWER |= dict.fromkeys((torch.float16, torch.bfloat16, torch.float32, torch.float64), torch.float32)
 _SIGNIFICANDS = {torch.float64: (torch.int64, 53), torch.float32: (torch.int32, 24)}
@@ -526,6 +524,7 @@ class RandomRounding(Float64, RoundingMode):
     ) -> None:
         Float64.__init__(self)
         RoundingMode.__init__(self, precision, seed, changes, sign)
+        self._written = WeakTensorKeyDictionary()  # the tensors that come from rounded numbers
         if precision and precision.bytes == 2:
             self.wide = _NARROWER
 
@@ -569,22 +568,25 @@ class RandomRounding(Float64, RoundingMode):
             return func(*args, **kwargs)
         if self._factor_bits is None:
             return self._rounded_call(name, func, args, kwargs)
-        follows = any(getattr(each, _WRITTEN, False) for each in tree_leaves((args, kwargs)))
+        follows = any(self._comes_from_rounded(each) for each in tree_leaves((args, kwargs)))
         if follows and name in _SCALED:
             args = tuple(map(self._scalar, args))
         result = self._rounded_call(name, func, args, kwargs)
         if follows or name in _ROUNDING:
             for each in tensors_in(result):
                 if each.is_floating_point():
-                    setattr(each, _WRITTEN, True)
+                    self._written[each] = True
         return result
+
+    def _comes_from_rounded(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value in self._written
 
     def _scalar(self, factor: Any) -> Any:
         """A factor that is one number, as this sample has it; others as they are."""
         if isinstance(factor, float):
             return self.factor(factor)
         is_one = isinstance(factor, Tensor) and factor.numel() == 1 and factor.is_floating_point()
-        if not is_one or getattr(factor, _WRITTEN, False):
+        if not is_one or self._comes_from_rounded(factor):
             return factor
         return torch.full_like(factor, self.factor(float(factor)), dtype=torch.float64)
 
