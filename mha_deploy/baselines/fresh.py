@@ -26,7 +26,7 @@ from mha_deploy.bundle.cases import (
 )
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.sizes import LOUDNESS, PlannedCase, sizes_name
-from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
+from mha_deploy.errors import BackendUnavailable, BundleError, DeployError, out_of_memory
 from mha_deploy.exporter.coarse import in_fewer_bits
 from mha_deploy.exporter.exporter import export_user_module
 from mha_deploy.exporter.golden import Capture, LayerCapture, ModuleCapture
@@ -427,7 +427,9 @@ class FreshCases:
         self._capture.seed = seed
         try:
             yield
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if out_of_memory(error) is None:
+                raise
             raise no_room from error
 
 

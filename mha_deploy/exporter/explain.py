@@ -24,7 +24,7 @@ from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from mha_deploy.errors import DeployError, ExportError, NoResult, UserCodeError
+from mha_deploy.errors import DeployError, ExportError, NoResult, UserCodeError, out_of_memory
 from mha_deploy.exporter import oracle
 from mha_deploy.exporter.axes import TORCH_NAME
 from mha_deploy.exporter.oracle import Intercept, run_module, swapped, tensors_in
@@ -377,7 +377,7 @@ def _failure(module: nn.Module, inputs: Mapping[str, Tensor]) -> Exception | Non
         with torch.no_grad(), silenced(), oracle.dense_flex_attention():
             module(**copies)
     except Exception as error:  # noqa: BLE001 (a user's module)
-        return None if isinstance(error, torch.OutOfMemoryError) else error
+        return error if out_of_memory(error) is None else None
     return None
 
 
@@ -495,7 +495,7 @@ def run_explained(
         error = failed.__cause__
         if not isinstance(failed, UserCodeError) or error is None:
             raise
-        if isinstance(error, torch.OutOfMemoryError):
+        if out_of_memory(error) is not None:
             raise error from None
         types = [_SHORT.get(each.dtype) for each in (*module.parameters(), *arguments.values())]
         if _NO_SUCH_NUMBER.search(str(error)):

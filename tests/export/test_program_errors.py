@@ -253,3 +253,22 @@ def test_axes_beyond_a_table_of_positions_are_explained(tmp_path, precision):
     assert "positions" in caught.value.got
     assert "24" in caught.value.hint
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
+)
+def test_a_module_that_needs_more_memory_is_not_at_fault(error):
+    class Large(nn.Module):
+        def forward(self, x):
+            raise error
+
+    inputs, refusal = {"x": torch.zeros(2)}, ExportError("The trace failed.", hint="another")
+    assert explain.explain_example(refusal, Large(), inputs) is refusal
+    with pytest.raises(type(error)):
+        explain.run_explained(Large(), inputs, "its sizes", hint="others")
