@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -32,7 +33,13 @@ _TEARDOWN_S = 20.0  # how long a process may take to end after it has given its 
 _BUG, _BAD_INPUT = 70, 2
 _FIELDS = struct.Struct("=dii?")  # deadline, exit code or _NONE, length of the place, whether stdout has text
 _NONE = -1
-MODEL_CODE = "The code of the model"
+
+
+class UserPart(Enum):
+    """What of a user's runs, as the subject of a sentence."""
+
+    CODE = "The code of the model"
+    GRAPH = "The evaluation of the graph"
 
 
 class Page:
@@ -55,9 +62,9 @@ class Page:
         return self._text[1]
 
     @property
-    def subject(self) -> str:
-        """What that is, as the subject of a sentence."""
-        return self._text[0]
+    def part(self) -> UserPart:
+        """What that is."""
+        return UserPart.__members__.get(self._text[0], UserPart.CODE)
 
     @property
     def _text(self) -> list[str]:
@@ -81,9 +88,9 @@ class Page:
         """Whether something is on stdout."""
         return self._get()[3]
 
-    def enter(self, place: str, deadline: float, subject: str = MODEL_CODE) -> None:
+    def enter(self, place: str, deadline: float, part: UserPart = UserPart.CODE) -> None:
         """Note that code of a user runs."""
-        text = f"{subject}\0{place}".encode(errors="replace")[:2000]
+        text = f"{part.name}\0{place}".encode(errors="replace")[:2000]
         self._memory[_FIELDS.size : _FIELDS.size + len(text)] = text
         self._set(deadline, self._get()[1], len(text), self.printed)
 
@@ -220,10 +227,9 @@ def _watch(worker: int, page: Page) -> int:
         name = signal.Signals(-ended).name if known else f"signal {-ended}"
         how = f"crashed with {name}" if -ended in _CRASHES else f"was ended by {name}"
     if page.place:
-        is_code = page.subject == MODEL_CODE
         hint = "run that code by itself to see why; raise an exception there to refuse an input"
         graph_hint = "smaller axes, or `mha-deploy inspect FILE.onnx` for an operator of which it may be"
-        _report(page, how, hint if is_code else graph_hint)
+        _report(page, how, hint if page.part is UserPart.CODE else graph_hint)
         return _BAD_INPUT
     if ended < 0 and -ended not in _CRASHES:
         _report(page, how, "more memory, if it was the system that ended it", 128 - ended)
@@ -235,7 +241,7 @@ def _watch(worker: int, page: Page) -> int:
 def _report(page: Page, how: str, hint: str, code: int = _BAD_INPUT) -> None:
     """Print an error as the command line does."""
     got = _line(page) or page.place or "no line of a model is known"
-    what = f"{page.subject if page.place else 'mha-deploy'} {how}."
+    what = f"{page.part.value if page.place else 'mha-deploy'} {how}."
     with suppress(OSError):
         os.write(2, f"error: {what}\n  got: {got}\n  try: {hint}\n".encode())
     if "--json" in sys.argv[1:] and not page.printed:

@@ -40,7 +40,7 @@ from mha_deploy.errors import (
 from mha_deploy.model.catalog import functions_in
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime.child import is_child, isolation
-from mha_deploy.supervisor import MODEL_CODE, interruptions
+from mha_deploy.supervisor import UserPart, interruptions
 
 
 class _Ended(BaseException):
@@ -63,7 +63,7 @@ def user_code(
     hint: str = "",
     timed: bool = True,
     mixed: bool = False,
-    subject: str = MODEL_CODE,
+    part: UserPart = UserPart.CODE,
 ) -> Iterator[None]:
     """Run code of a user inside; also a decorator.
 
@@ -74,16 +74,16 @@ def user_code(
         timed: Whether the time limit holds for all of it.
         mixed: Whether it is code of this tool that calls such code. Then only exceptions that passed through
             a file of the user's are its errors.
-        subject: What it is, at the beginning of a sentence.
+        part: What it is.
     """
-    leave = _enter(where, timed, subject)
+    leave = _enter(where, timed, part)
     try:
         yield
     except DeployError:
         raise
     except BaseException as error:
         leave()  # the clock is that of the user's code, not of the report about it
-        explained = _explained(error, where, what, hint, timed, mixed, subject)
+        explained = _explained(error, where, what, hint, timed, mixed, part)
         if explained is None:
             raise
         raise explained from error
@@ -93,7 +93,7 @@ def user_code(
 
 def graph_code(where: str) -> AbstractContextManager[None]:
     """Evaluate a graph of a user inside, within the time limit; what is raised stays as it is."""
-    return user_code(where, mixed=True, subject="The evaluation of the graph")
+    return user_code(where, mixed=True, part=UserPart.GRAPH)
 
 
 def where_is(function: object) -> str:
@@ -102,10 +102,10 @@ def where_is(function: object) -> str:
     return "" if code is None else f"{code.co_filename}:{code.co_firstlineno}"
 
 
-def _enter(where: str, timed: bool, subject: str) -> Callable[[], None]:
+def _enter(where: str, timed: bool, part: UserPart) -> Callable[[], None]:
     """Note whose code runs, and start the clock unless it is running; returns what undoes that."""
     limit, pid, exit_now, page = isolation.limit_s, os.getpid(), os._exit, supervisor.page
-    before = ("", 0.0, "") if page is None else (page.place, page.deadline, page.subject)
+    before = ("", 0.0, part) if page is None else (page.place, page.deadline, page.part)
     starts = timed and not any(_clocks) and not is_child()  # the parent of a child has a clock for it
     deadline = time.monotonic() + limit if starts else before[1]
     _clocks.append(deadline if starts else 0.0)
@@ -124,7 +124,7 @@ def _enter(where: str, timed: bool, subject: str) -> Callable[[], None]:
             raise _Late
 
     if page is not None:
-        page.enter(where or before[0] or "the code of the model", deadline, subject)
+        page.enter(where or before[0] or "the code of the model", deadline, part)
         if starts:
             faulthandler.dump_traceback_later(limit + 0.5, file=page.stack)
     if alarm:
@@ -155,7 +155,7 @@ def _enter(where: str, timed: bool, subject: str) -> Callable[[], None]:
 
 
 def _explained(
-    error: BaseException, where: str, what: str, hint: str, timed: bool, mixed: bool, subject: str
+    error: BaseException, where: str, what: str, hint: str, timed: bool, mixed: bool, part: UserPart
 ) -> BaseException | None:
     """The error that reports what a user's code did; None where it is no error of it."""
     place = place_of_error(error, where or "an unknown place")
@@ -164,7 +164,7 @@ def _explained(
     if isinstance(error, _Late):
         if not timed:
             return None
-        problem = f"{subject} did not return within {isolation.limit_s:g} s."
+        problem = f"{part.value} did not return within {isolation.limit_s:g} s."
         return ExportError(problem, got=place, hint="--time-limit SECONDS, if it needs longer")
     if isinstance(error, _Ended):
         got = f"{place}: os._exit({error.args[0]!r})"
