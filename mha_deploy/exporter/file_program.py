@@ -22,7 +22,7 @@ from mha_deploy.graph.ir import is_op
 from mha_deploy.graph.quantize import ScaledConstant, scaled_constant
 from mha_deploy.graph.roles import FUSED_MATMULS, LAYOUT, MATMULS, NORMS, QUANTIZERS, SOFTMAXES
 from mha_deploy.graph.upcast import FLOATS, in_float64
-from mha_deploy.model.masking import ABSORBS_FLOAT32
+from mha_deploy.model.masking import ABSORBS_FLOAT32, absorbs_all_scores
 from mha_deploy.model.precision import PRECISIONS, Precision
 from mha_deploy.rounding import ACCUMULATED, MARGIN, hashed, nearest, normal, rounded
 from mha_deploy.runtime.onnx_reference import evaluator_of
@@ -277,7 +277,7 @@ def _fully_masked_alike(node: FileNode, inputs: Inputs) -> Inputs:
     if mask is None or mask.dtype != np.float64 or not mask.size:
         return inputs
     best = mask.max(-1, keepdims=True)
-    masked = (best <= ABSORBS_FLOAT32) & np.isfinite(best)
+    masked = absorbs_all_scores(best)
     if not masked.any():
         return inputs
     query = inputs[0]

@@ -31,7 +31,7 @@ from mha_deploy.exporter.file_program import (
     FileRounding,
     Inputs,
 )
-from mha_deploy.graph.attention_node import heads_of, is_attention
+from mha_deploy.graph.attention_node import MASK, NONPAD_KV_SEQLEN, QK_OUTPUT, heads_of, is_attention
 from mha_deploy.graph.fuse.leftover import cores_of
 from mha_deploy.graph.roles import MOVES
 from mha_deploy.judge import judge_case
@@ -39,8 +39,7 @@ from mha_deploy.model.precision import Precision
 from mha_deploy.rounding import accumulations
 
 _SCALE = 1.02
-_MASK, _LENGTHS = 3, 6  # inputs of an Attention
-_WEIGHTS = 2  # of its outputs behind the heads
+_WEIGHTS = QK_OUTPUT - 1  # of the outputs behind the heads
 _LAYOUT = frozenset({*MOVES, "Cast"})
 _FACTORS = frozenset({"Mul", "Div"})
 _MASKED = -1e3  # so far below the largest score of its query is one that a mask hides
@@ -139,7 +138,7 @@ class _Perturbed:
         return changed
 
     def _without_mask(self, node: Any, run: Compute, inputs: Inputs) -> Any:
-        masks = [i for i in (_MASK, _LENGTHS) if len(inputs) > i and inputs[i] is not None]
+        masks = [i for i in (MASK, NONPAD_KV_SEQLEN) if len(inputs) > i and inputs[i] is not None]
         self.applied = bool(masks or node.is_causal)
         given = tuple(None if i in masks else each for i, each in enumerate(inputs))
         with _attribute(node, "is_causal", 0):

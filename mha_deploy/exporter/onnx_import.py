@@ -30,7 +30,7 @@ from mha_deploy.bundle.cases import (
 )
 from mha_deploy.bundle.folder import sha256
 from mha_deploy.bundle.manifest import LayersEntry, Manifest, Source
-from mha_deploy.bundle.sizes import MODULE_CASES, PlannedCase, sizes_name
+from mha_deploy.bundle.sizes import MODULE_CASES, PlannedCase, is_mask, sizes_name
 from mha_deploy.errors import (
     BackendUnavailable,
     BundleError,
@@ -732,7 +732,7 @@ def _draw(value: ir.Value, shape: tuple[int, ...], random: np.random.Generator) 
     name, kind = str(value.name).lower(), np.dtype(value.dtype.numpy())  # type: ignore[union-attr]
     if kind.kind not in "iub":
         return random.standard_normal(shape)
-    if ("mask" in name and len(shape) == 2) or kind.kind == "b":
+    if is_mask(name, kind.name) and (kind.kind == "b" or len(shape) == 2):
         # Every batch element keeps its first entry; the tails of all but the first are masked.
         ends = random.integers(1, shape[-1] + 1, size=(*shape[:-1], 1)) if shape else np.array(1)
         if len(shape) > 1:

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mha_deploy.errors import ExportError
 from mha_deploy.exporter.axes import ExportedModule
 from mha_deploy.exporter.samples import RoundingMode
-from mha_deploy.model.masking import ABSORBS_FLOAT32
+from mha_deploy.model.masking import ABSORBS_FLOAT32, absorbs_all_scores
 from mha_deploy.model.precision import Precision
 from mha_deploy.rounding import ACCUMULATED, MARGIN, MIX
 
@@ -866,7 +866,7 @@ def _fully_masked_alike(
     if mask is None or not mask.is_floating_point() or not mask.numel():
         return args, kwargs
     best = mask.amax(-1, keepdim=True)
-    masked = (best <= ABSORBS_FLOAT32) & best.isfinite()
+    masked = absorbs_all_scores(best)
     if not bool(masked.any()):
         return args, kwargs
     query = given["query"].clone().masked_fill_(masked, 0.0)  # a clone keeps strides, which a view may need

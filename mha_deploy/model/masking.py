@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 ABSORBS_ANY = -1e30
 """Leaves only itself of any score in a type with the range of float32, and is below every score. It is far
@@ -35,6 +36,14 @@ MODEL_NUMBER = "mha_deploy.mask_number"
 def absorbs(number: float, *, in_half: bool) -> bool:
     """Whether a mask number leaves nothing of any usual score that it is added to, in the type of the sum."""
     return number == -math.inf or number <= (ABSORBS_HALF if in_half else ABSORBS_ANY)
+
+
+def absorbs_all_scores(largest: Any) -> Any:
+    """Where the largest mask number of a query, an array or a tensor, leaves nothing of scores in float32.
+
+    Of -inf it is not asked: that is another result.
+    """
+    return (largest <= ABSORBS_FLOAT32) & (largest > -math.inf)
 
 
 def model_number(metadata: Mapping[str, str]) -> float | None:

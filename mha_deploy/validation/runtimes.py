@@ -227,7 +227,7 @@ class RuntimeFinder:
         for engine in self.engines:
             reasons = reasons_not_to_run(engine)
             if reasons and self._engine_name is not None:
-                self._engine(engine).open()  # requested by name: its own error says why not
+                self._engine(engine).open().close()  # requested by name: its own error says why not
             if reasons:
                 self.absent.append(Unavailable(name=engine.path.stem, reason="; ".join(reasons)))
             else:
