@@ -386,7 +386,11 @@ class LocalWorkers:
         path, pipe = [os.path.abspath(place)] if place else [], subprocess.PIPE
         command = python_command(module=__name__, executable=runtime.python, path=path)
         more = {"CUDA_VISIBLE_DEVICES": ""} if gpu == NO_GPU else {}
-        process = start(command, more=more, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        streams: dict[str, Any] = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "text": True}
+        try:
+            process = start(command, more=more, errors="replace", **streams)
+        except OSError as error:
+            return {"status": "unavailable", "why": f"its Python cannot be started: {error}"}
         self._running.add(process)
         try:
             out, err = process.communicate(json.dumps(request), timeout=limit)
@@ -397,8 +401,8 @@ class LocalWorkers:
         finally:
             self._running.discard(process)
         try:
-            return dict(json.loads(out.splitlines()[-1]))
-        except (IndexError, ValueError):
+            return msgspec.json.decode(out.splitlines()[-1], type=dict[str, Any])
+        except (IndexError, ValueError, msgspec.DecodeError):
             last = next((line for line in reversed(err.splitlines()) if line.strip()), "no output")
             if process.returncode < 0:
                 last = f"ended by {signal.Signals(-process.returncode).name}"
@@ -735,6 +739,9 @@ def run_matrix(
     return Matrix(plan=plan, cells=tuple(cells.values()))
 
 
+_OF_WORKER = ("status", "why", "seconds", "engine_sha256", "report")  # fields of a cell
+
+
 def _digest(parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -775,8 +782,7 @@ def _read_earlier(folder: Path, cell: MatrixCell, bundle: tuple[str, str]) -> Ma
             return None
     except (OSError, ValueError, msgspec.DecodeError, KeyError, IndexError, TypeError, RecursionError):
         return None
-    names = ("status", "why", "seconds", "engine_sha256", "report")
-    return replace(cell, **{name: getattr(kept, name) for name in names}, is_new=False)
+    return replace(cell, **{name: getattr(kept, name) for name in _OF_WORKER}, is_new=False)
 
 
 def _status(kept: KeptCell, bundle: tuple[str, str]) -> CellStatus | None:
@@ -802,8 +808,13 @@ def _status(kept: KeptCell, bundle: tuple[str, str]) -> CellStatus | None:
 
 
 def _with_result(cell: MatrixCell, result: Mapping[str, Any]) -> MatrixCell:
-    """A cell with the fields that its worker gave."""
-    return replace(cell, **{**result, "status": CellStatus(result["status"])})
+    """A cell with the fields that its worker gave, which may be another version of this tool."""
+    found = {name: result[name] for name in _OF_WORKER if name in result}
+    try:
+        return replace(cell, **{**found, "status": CellStatus(result["status"])})
+    except (KeyError, ValueError):
+        why = f"the worker returned a result of another version: {', '.join(map(str, result))[:200]}"
+        return replace(cell, status=CellStatus.CRASHED, why=why)
 
 
 def _bundle(entry: ModelEntry, precision: str, plan: Plan, folder: Path) -> tuple[str, Path] | None:

@@ -15,7 +15,14 @@ import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import BackendUnavailable
 from mha_deploy.files import as_plain
-from mha_deploy.regression.matrix import read_plan, run_cell, run_matrix
+from mha_deploy.regression.matrix import (
+    CellStatus,
+    LocalWorkers,
+    RuntimeEntry,
+    read_plan,
+    run_cell,
+    run_matrix,
+)
 from mha_deploy.runtime.child import isolation
 from mha_deploy.validation.records import model_record
 
@@ -266,6 +273,35 @@ def test_an_output_without_a_number_leaves_no_share_of_the_others(bundles, tmp_p
     titles = [each.title for each in changed.tables()]
     assert ("Largest share of the error budget" in titles) is is_shown
     assert ("40% of the budget" in changed.to_html()) is is_shown
+
+
+ANSWERS = {
+    "no object": ("echo '[1]'", "no result"),
+    "no text": ("printf '\\377\\n'", "no result"),
+    "text before": ("printf '\\377\\n'; echo '{\"problem\": \"no GPU\"}'", "no GPU"),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_whatever_a_worker_prints_is_the_answer_of_its_runtime(tmp_path, name):
+    text, problem = ANSWERS[name]
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ncat > /dev/null\n{text}\n")
+    workers, runtime = LocalWorkers(1, tmp_path), RuntimeEntry(name="odd", python=str(python))
+    assert "cannot be started" in workers.probe(runtime, "none")["problem"]
+    python.chmod(0o755)
+    assert problem in workers.probe(runtime, "none")["problem"]
+
+
+@pytest.mark.parametrize("result", [{}, {"status": "splendid"}, {"why": "no status"}])
+def test_a_result_of_another_version_fails_its_cell(bundles, tmp_path, result):
+    class Other(Scripted):
+        def run(self, tasks):
+            yield from ((task, result) for task in tasks)
+
+    (cell,) = run(plan_of(str(bundles("tiny-gqa").path)), tmp_path, Other()).cells
+    assert cell.status is CellStatus.CRASHED
+    assert "another version" in cell.why
 
 
 # -- for real --------------------------------------------------------------------------------------
