@@ -64,6 +64,11 @@ def option(default: Any, about: str, *flags: str, **details: Any) -> Any:
     return field(default=default, metadata={"about": about, "flags": flags, "details": details})
 
 
+def flags_of(field: Field[Any]) -> tuple[str, ...]:
+    """The names of an option on the command line."""
+    return field.metadata.get("flags") or (f"--{field.name.replace('_', '-')}",)
+
+
 def options_of(record: type, *names: str) -> dict[str, Field[Any]]:
     """The options of a record, or the named ones."""
     return {each.name: each for each in fields(record) if (each.name in names if names else each.metadata)}
@@ -96,7 +101,7 @@ def given_of(options: Any, names: Iterable[str]) -> list[str]:
     found = []
     for each in options_of(type(options), *names).values():
         if (value := getattr(options, each.name)) != each.default:
-            flag = (each.metadata["flags"] or (f"--{each.name.replace('_', '-')}",))[0]
+            flag = flags_of(each)[0]
             found.append(flag if value is True else f"{flag} {value}")
     return found
 
@@ -589,8 +594,7 @@ def _keywords() -> dict[str, tuple[str, str]]:
     found = {**_KEYWORDS, **_OF_PROCESS}
     for record in [each for each in globals().values() if isinstance(each, type) and is_dataclass(each)]:
         for each in fields(record):
-            flags = each.metadata.get("flags") or (f"--{each.name.replace('_', '-')}",)
-            found.setdefault(flags[0].removeprefix("--"), (each.name, str(each.type)))
+            found.setdefault(flags_of(each)[0].removeprefix("--"), (each.name, str(each.type)))
     return found
 
 

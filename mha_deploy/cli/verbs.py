@@ -927,8 +927,8 @@ def analyze(
     if (Path(model) / "manifest.json").is_file():
         found_model = md.open_bundle(model)
         name, is_layer = found_model.manifest.spec.name, found_model.manifest.spec.kind != "module"
-        given = {key: options.pop(key) for key in ("hf", "layer", "axis")}
-        if unused := [f"--{key}" for key, value in given.items() if value]:
+        of_model = {key: options.pop(key) for key in ("hf", "layer", "axis")}
+        if unused := [f"--{key}" for key, value in of_model.items() if value]:
             what, hint = "A bundle has its own weights and axes.", "leave them out, or name the model"
             raise DeployError(what, got=", ".join(unused), hint=hint)
         del options["model"]
