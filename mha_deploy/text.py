@@ -119,7 +119,7 @@ _KERNEL_ENDING = re.compile(r"0x[0-9a-fA-F]{8,}|_myl\d+_\d+")
 
 
 def without_numbers(text: str) -> str:
-    """A name or a sentence with every number replaced, to compare layers."""
+    """A name with every number replaced, to compare layers."""
     return _NUMBER.sub("#", text)
 
 

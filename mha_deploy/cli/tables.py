@@ -346,11 +346,12 @@ def _why(reasons: Sequence[EngineReason]) -> str:
 
 def _nodes_table(manifest: EngineManifest) -> Table:
     """A row for all attentions of one kernel: those of a model differ in their numbers only."""
+    from msgspec import structs
 
     def kernel(node: NodeVerdict) -> Hashable:
-        why = without_numbers(_why(node.reasons))
-        texts = without_numbers(node.node), why, *map(without_hash, node.kernels)
-        return texts, node.profile, node.status, node.source
+        why = (without_numbers(str(part)) for each in node.reasons for part in structs.astuple(each))
+        names = without_numbers(node.node), *map(without_hash, node.kernels)
+        return names, tuple(why), node.profile, node.status, node.source
 
     rows, groups = [], group_by(manifest.verdict.nodes, kernel)
     for group in groups:

@@ -22,7 +22,7 @@ from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.files import as_plain, check_plain, read_regular, refuse_duplicates
 from mha_deploy.output import append_file, check_file
 from mha_deploy.process import run
-from mha_deploy.status import Outcome, Reason
+from mha_deploy.status import Outcome, Reason, Word
 from mha_deploy.text import reason_text, short, sizes_text
 from mha_deploy.validation.bench import ModelBench
 from mha_deploy.validation.records import EnvironmentRecord, model_record, report_header
@@ -260,19 +260,27 @@ def medians(lines: Iterable[Line]) -> list[float]:
     return [median(samples) for samples in runs.values() if samples]
 
 
+class ReplayStatus(Word):
+    """What a new measurement says of a line."""
+
+    AGREES = "agrees"
+    DIFFERS = "differs"
+    NOT_COMPARABLE = "not comparable"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """A line that was measured again: it `agrees`, `differs` or is `not comparable`, and why."""
+    """A line that was measured again, and why it agrees or not."""
 
     recorded: Line
     measured: Line
-    status: str
+    status: ReplayStatus
     why: str
 
     @property
     def passed(self) -> bool:
         """Whether the new measurement agrees with the record."""
-        return self.status == "agrees"
+        return self.status is ReplayStatus.AGREES
 
     @property
     def outcome(self) -> Outcome:
@@ -328,18 +336,21 @@ def replay_line(
     return Replay(recorded=line, measured=found[0], status=status, why=why)
 
 
-def judge_replay(recorded: Sequence[Line], measured: Line, tolerance: float) -> tuple[str, str]:
+def judge_replay(recorded: Sequence[Line], measured: Line, tolerance: float) -> tuple[ReplayStatus, str]:
     """Whether a new time is inside the range of the recorded processes, and why."""
     known = medians(recorded)
     low, high = min(known) * (1 - tolerance), max(known) * (1 + tolerance)
     p50 = measured.p50 or 0.0
     why = f"{short(p50)} µs; the record allows {short(low)} to {short(high)} µs"
     if measured.gpu != recorded[0].gpu:
-        return "not comparable", f"measured on {measured.gpu or 'no GPU'}, recorded on {recorded[0].gpu}"
+        return (
+            ReplayStatus.NOT_COMPARABLE,
+            f"measured on {measured.gpu or 'no GPU'}, recorded on {recorded[0].gpu}",
+        )
     if low <= p50 <= high:
-        return "agrees", why
+        return ReplayStatus.AGREES, why
     sides = {"here": [measured], "in the record": recorded}
     throttled = [name for name, lines in sides.items() if any(line.is_throttled for line in lines)]
     if throttled:
-        return "not comparable", f"{why}; the GPU was throttled {' and '.join(throttled)}"
-    return "differs", why
+        return ReplayStatus.NOT_COMPARABLE, f"{why}; the GPU was throttled {' and '.join(throttled)}"
+    return ReplayStatus.DIFFERS, why
