@@ -155,7 +155,7 @@ def keep_wide_matmuls(model: ir.Model, options: TrtOptions) -> bool:
             if value is None or constant(input_at(cast, 0)) is not None:  # a weight in FP16 was upcast
                 continue
             kept = b.op("Add", value, b.constant(-0.0, ir.DataType.FLOAT), name="kept")
-            kept.dtype, kept.shape = value.dtype, value.shape
+            kept.dtype, kept.shape = ir.DataType.FLOAT, value.shape
             for at, operand in enumerate(node.inputs):
                 if operand is value:
                     node.replace_input_with(at, kept)
@@ -169,6 +169,5 @@ def _upcast(value: ir.Value | None) -> ir.Node | None:
     while (node := made_by(value, *CARRIES)) is not None:
         value = input_at(node, 0)
     cast = made_by(value, "Cast")
-    source = input_at(cast, 0)
-    is_upcast = source is not None and source.dtype in _HALVES and value is not None
-    return cast if is_upcast and value.dtype == ir.DataType.FLOAT else None
+    types = [None if each is None else each.dtype for each in (input_at(cast, 0), value)]
+    return cast if types[0] in _HALVES and types[1] == ir.DataType.FLOAT else None

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import onnx_ir as ir
 from msgspec import Struct
@@ -696,7 +696,7 @@ def _offenders(kernel: Kernel, precision: str, quantized: frozenset[str]) -> lis
 
 
 def _offender(kernel: Kernel, what: str, dtype: str, wanted: str = "") -> Offender:
-    about = {"kernel": kernel.name, "tactic": kernel.tactic, "onnx_nodes": kernel.onnx_nodes}
+    about: dict[str, Any] = {"kernel": kernel.name, "tactic": kernel.tactic, "onnx_nodes": kernel.onnx_nodes}
     return Offender(what=what, dtype=dtype, wanted=wanted, **about)
 
 
