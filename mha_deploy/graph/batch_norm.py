@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import onnx_ir as ir
 
@@ -46,7 +48,8 @@ def _fold(graph: ir.Graph, node: ir.Node, norm: ir.Node) -> None:
         if not each.uses() and each.is_initializer() and not each.is_graph_output():
             graph.initializers.pop(each.name or "", None)
     for at, (name, array) in enumerate(zip(names, folded, strict=True), 1):
-        free = f"{name}_folded_{node.name}" if name in graph.initializers else name  # others read its weight
+        own = (f"{name}_folded_{number}" for number in itertools.count(1))  # others read its weight
+        free = next(each for each in itertools.chain([name], own) if each not in graph.initializers)
         node.replace_input_with(at, new_initializer(graph, free, array.astype(weight.dtype.numpy())))
 
 

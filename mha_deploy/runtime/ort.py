@@ -144,7 +144,7 @@ class OrtCpuRunner(Runner):
 
     def close(self) -> None:
         """Drop the session, and the weights with it."""
-        del self._session
+        vars(self).pop("_session", None)  # may be closed twice
 
 
 # -- One call of ONNX Runtime whose inputs and outputs are bound to memory of the device -----------

@@ -39,7 +39,9 @@ _KEPT_BYTES = 256 << 20  # results that are kept to be judged, of one number of 
 
 def validate_server(bundle: Bundle, options: ValidateOptions, on_step: OnStep = silent) -> Validation:
     """Judge a served model by the golden cases and the decode traces of its bundle, under load."""
-    return _ServerValidation(bundle, options, on_step).report()
+    validation = _ServerValidation(bundle, options, on_step)
+    with validation.runner:
+        return validation.report()
 
 
 class _ServerValidation:
@@ -101,7 +103,6 @@ class _ServerValidation:
             decode += [replace(r, backend=self._label(clients)) for r in _worst(reports, lambda r: r.trace)]
             if load.gone.is_set():
                 break
-        runner.close()
         evaluation = Evaluation(
             runtime=Runtime(name=runner.model, family=SERVER, open=lambda: runner),
             backend=runner.name,

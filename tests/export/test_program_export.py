@@ -21,6 +21,7 @@ from mha_deploy.exporter.axes import draw_inputs, trace_sizes
 from mha_deploy.exporter.explain import onnx_program
 from mha_deploy.exporter.oracle import Float32Accumulation, run_program, tensors_in
 from mha_deploy.exporter.program import export_program, named_outputs
+from mha_deploy.graph.batch_norm import fold_batch_norms
 from mha_deploy.graph.fuse import fuse_attention
 from mha_deploy.model.spec import Axis
 
@@ -510,6 +511,27 @@ def test_weights_with_a_batch_norm_in_them_are_rounded_once():
     got = [value.const_value.numpy() for node in nodes for value in node.inputs[1:]]
     for ours, theirs in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(ours, theirs.detach().half().numpy())
+
+
+def test_convolutions_without_names_that_share_a_weight_are_folded_each_by_itself():
+    rng = np.random.default_rng(0)
+    constants = {"w": rng.standard_normal((3, 3, 1))}
+    nodes, value = [], "x"
+    for at in range(3):
+        norm = [f"{part}{at}" for part in ("gamma", "beta", "mean", "variance")]
+        constants |= {name: rng.uniform(0.5, 1.5, 3) for name in norm}
+        nodes.append(onnx.helper.make_node("Conv", [value, "w"], [f"c{at}"]))
+        nodes.append(onnx.helper.make_node("BatchNormalization", [f"c{at}", *norm], [value := f"n{at}"]))
+    weights = [onnx.numpy_helper.from_array(array.astype(np.float32), n) for n, array in constants.items()]
+    ends = [onnx.helper.make_tensor_value_info(name, 1, [2, 3, 5]) for name in ("x", value)]
+    graph = onnx.helper.make_graph(nodes, "g", ends[:1], ends[1:], weights)
+    opset = onnx.helper.make_opsetid("", 23)
+    model = ir.from_proto(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=10))
+    x = {"x": torch.randn(2, 3, 5)}
+    before = run(model, x)
+    fold_batch_norms(model)
+    assert {node.op_type for node in model.graph} == {"Conv"}
+    np.testing.assert_allclose(run(model, x)[value], before[value], rtol=1e-5, atol=1e-6)
 
 
 def test_only_the_operators_of_a_program_are_described(monkeypatch):
