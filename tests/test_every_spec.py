@@ -23,13 +23,8 @@ from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.options import EngineOptions
 from mha_deploy.reference.inputs import call_arguments, tensor_from_numpy, to_numpy
 
-# The variants of the others are those of the tiny specs: they are for `-m slow`, and some take gigabytes.
-QUICK = ("bert-base", "gpt2")
-REAL = [
-    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
-    for name in catalog_names()
-    if name not in TINY
-]
+# Their variants are those of the tiny specs: they are for `-m slow`, and some take gigabytes.
+REAL = [name for name in catalog_names() if name not in TINY]
 
 
 @pytest.fixture(scope="module", params=REAL)
@@ -58,18 +53,18 @@ def assert_builds_fused(bundle):
     assert manifest.targets == ["SM89", "SM120"]
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 def test_a_real_model_validates(real_bundle):
     assert_validates(real_bundle)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 def test_a_real_model_builds_fused_in_fp16(real_bundle):
     assert_builds_fused(real_bundle)
 
 
 @pytest.mark.sweep(1)
-@in_precisions("fp16", "bf16", "fp32")
+@in_precisions("fp16", "bf16", "fp32", every=())
 def test_a_tiny_model_validates_in_every_precision(bundles, name, precision):
     assert_validates(bundles(name, precision))
 
@@ -83,7 +78,7 @@ def outputs(module, case):
 
 
 @pytest.mark.sweep(3)
-@in_precisions(*PRECISIONS)
+@in_precisions(*PRECISIONS, every=("tiny-gqa", "tiny-padding"))  # others have these bundles, too
 def test_the_layer_of_a_bundle_gives_the_golden_results(bundles, name, precision):
     # But for the order of sums: on a CPU without bfloat16, PyTorch gives oneDNN up for the process at the
     # first such matmul, which another test may have computed since the bundle was made.

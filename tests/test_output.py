@@ -412,7 +412,7 @@ WRITERS = {
 }
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("one_step", [True, False], ids=["renameat2", "rename"])
 def test_a_kill_at_any_point_leaves_the_old_or_the_new(tmp_path, monkeypatch, name, one_step):

@@ -73,8 +73,9 @@ def test_every_command_is_a_valid_command_line(page):
                 verb.make_context(name, rest, parent=context)
 
 
-# Those that export or build are covered by tests/cli as well.
-LONG = ("mha-deploy deploy", "mha-deploy matrix", "mha-deploy build-engine")
+# Those that export or build are covered by tests/cli as well, those that compress by tests/export.
+LONG = ("mha-deploy deploy", "mha-deploy matrix", "mha-deploy build-engine", "mha-deploy prune")
+LONG += ("mha-deploy export MODEL -o DIR --precision int8",)
 
 
 @pytest.mark.parametrize(

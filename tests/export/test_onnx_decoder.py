@@ -41,7 +41,9 @@ def decoder(path, form="many", seen=CAUSAL):
     return path
 
 
-@pytest.mark.parametrize("form", FORWARD)
+@pytest.mark.parametrize(
+    "form", [pytest.param(each, marks=pytest.mark.slow if " " in each else ()) for each in FORWARD]
+)
 def test_the_cache_of_a_file_is_found_and_decoded(form, tmp_path):
     file = decoder(tmp_path / "decoder.onnx", form)
     axes = {PAST.get(form, "P"): "0:4:23"}

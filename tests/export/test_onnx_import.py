@@ -76,6 +76,7 @@ def test_attention_is_fused_and_the_graph_is_right_in_fp16(imported):
     assert f"{cases}/{cases} outputs within budget, 1/1 attention right" in report.headline
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("fused", [False, True], ids=["single-operators", "attention-node"])
 def test_a_fully_masked_query_attends_to_all_keys_alike_as_in_float32(fused, tmp_path):
     """In FP64 the scores would still show beside -1e9; in float32, and in the graph, they do not."""

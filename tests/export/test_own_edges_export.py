@@ -94,6 +94,7 @@ def test_the_default_takes_them(tmp_path, factory):
     assert all(np.isfinite(case.eager["output"]).all() for case in golden_cases(bundle))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("factory", "call"), [("large_scores", "linear"), ("large_masked_scores", "mul")])
 def test_the_call_that_overflows_is_named(tmp_path, factory, call):
     with pytest.raises(ExportError, match="overflows") as caught:
@@ -112,6 +113,7 @@ def test_no_precision_is_proposed_where_none_helps(tmp_path, precision):
     assert "precision=" not in caught.value.hint
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("factory", ["first_query_at_infinity", "first_query_at_lowest"])
 def test_a_fully_masked_query_is_no_overflow(tmp_path, factory):
     with pytest.raises(ExportError, match="fully masked") as caught:

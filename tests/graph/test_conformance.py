@@ -82,7 +82,7 @@ def test_dialect(dialect: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert by_feature(outcome) == refused(dialect)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow  # in CI: test_lower.py
 @pytest.mark.parametrize(("dialect", "options", "ulps"), VARIANTS)
 def test_variant(dialect: str, options: dict[str, Any], ulps: int) -> None:
     outcome = run_all(dialect, ulps=ulps, **options)

@@ -128,7 +128,7 @@ def test_a_mask_may_have_any_axes() -> None:
 # -- TensorRT-RTX, which builds without a GPU ------------------------------------------------------------
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow  # what is lowered is built in test_rtx_builds.py
 @pytest.mark.parametrize("dialect", ["trt", "primitives"])
 def test_tensorrt_rtx_takes_and_fuses_every_case(dialect: str) -> None:
     pytest.importorskip("tensorrt_rtx")

@@ -70,7 +70,7 @@ def check_all(done):
             raise AssertionError(f"{name}: {wrong}") from wrong
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("group", WRONG)
 def test_a_server_that_misbehaves_is_an_error_of_the_server(group):
     path, acts = WRONG[group]

@@ -138,7 +138,7 @@ def test_onnx_runtime_has_no_bfloat16_and_is_here_all_the_same():
 # -- the oracle ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow  # others conform above
 @pytest.mark.parametrize(
     ("precision", "seed"), [(FP16, 0), (BF16, 1), (FP32, 2)], ids=["fp16", "bf16", "fp32"]
 )

@@ -75,7 +75,7 @@ def test_the_layer_passes(cache, precision, path):
         assert report.errors == report.eager_errors
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow  # that of a bundle: test_decode_evaluation.py
 @pytest.mark.parametrize(
     ("cache", "precision"),
     [

@@ -127,7 +127,7 @@ def test_a_graph_that_shifts_positions_passes_no_step(bundle, tmp_path):
     ("name", "message"),
     [
         ("decoder_without_offset", "one call with all tokens"),
-        ("decoder_of_an_unknown_output", "present_key_1"),
+        pytest.param("decoder_of_an_unknown_output", "present_key_1", marks=pytest.mark.slow),
         ("decoder_of_an_unknown_input", "no input"),
         ("decoder_of_half_a_cache", "past_key_1, past_value_1"),
         ("decoder_whose_cache_does_not_grow", "does not grow"),

@@ -6,7 +6,6 @@ import msgspec
 import pytest
 from graph_parity import graph_parity
 from quantized_models import MISTAKES
-from tiny_specs import in_precisions
 
 import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
@@ -59,14 +58,22 @@ LAYERS = {
     },
     "tiny-window": {"mask dropped", "mask off by one", "cache off by one", "heads transposed"},
 }
+FIRST = ("tiny-preallocated", "fp16")
 ALWAYS = {"scale missing", "NaN", "newest entry zero", "values beyond a length", "one head zero"}
 SLIGHTLY = {  # what rounding leaves visible
     share: {f"scale off by {share}", f"last batch element off by {share}"} for share in ("0.5 %", "4 %")
 }
 
 
-@pytest.mark.sweep(1)
-@in_precisions("fp16", "bf16", "fp32", names=LAYERS, every=("tiny-gqa", "tiny-preallocated"))
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        # The first has the most mistakes, and other tests have its bundle, too.
+        pytest.param(name, each, marks=() if (name, each) == FIRST else pytest.mark.slow)
+        for name in LAYERS
+        for each in ("fp16", "bf16", "fp32")
+    ],
+)
 def test_every_wrong_model_is_caught_and_the_right_one_passes(bundles, name, precision):
     result = self_test(bundles(name, precision))
     assert result.right.passed
