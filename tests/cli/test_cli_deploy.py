@@ -236,7 +236,7 @@ def test_check_reports_before_a_build_whether_attention_can_be_fused(run_cli, bu
 
 
 def test_check_prints_json_for_every_node(run_cli, bundles):
-    path = bundles("tiny-mha", "fp32").path
+    path = bundles("tiny-gqa", "fp32").path
     done = run_cli("check", path, "--target", "tensorrt-rtx", "--json")
     (answer,) = json.loads(done.out)
     assert answer["node"] == "attention"
@@ -304,7 +304,7 @@ def test_an_engine_is_replaced_only_on_request(run_cli, refused, folder):
 
 
 @needs_rtx
-@pytest.mark.parametrize(("name", "precision"), [("tiny-mha", "fp32"), ("tiny-softcap", "fp16")])
+@pytest.mark.parametrize(("name", "precision"), [("tiny-gqa", "fp32"), ("tiny-softcap", "fp16")])
 def test_attention_without_a_fused_kernel_is_a_verdict_and_no_engine(
     run_cli, bundles, tmp_path, name, precision
 ):

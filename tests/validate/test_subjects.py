@@ -131,7 +131,7 @@ def test_a_wrong_graph_with_the_same_weights_in_another_layout_is_not_another_mo
 
 
 def test_an_attention_without_its_causal_mask_is_named(bundles, tmp_path):
-    bundle = bundles("tiny-mqa")
+    bundle = bundles("tiny-gqa")
     model = onnx.load(bundle.model_path)
     (node,) = [node for node in model.graph.node if node.op_type == "Attention"]
     kept = [each for each in node.attribute if each.name != "is_causal"]
