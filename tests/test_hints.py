@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import numpy as np
 import pytest
+from source_trees import nodes_of
 
 import mha_deploy as md
 from mha_deploy import options
@@ -37,7 +38,7 @@ def hints():
 def found_hints():
     """Every hint in the source, and every remedy of a rule: its place, and its text without values."""
     for path in sorted(SOURCE.rglob("*.py")):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        nodes = nodes_of(path.relative_to(SOURCE).as_posix())
         given = [node for node in nodes if isinstance(node, ast.keyword) and node.arg == "hint"]
         values = [(node.lineno, node.value) for node in given]
         assigned = [each for node in nodes if isinstance(node, ast.Assign) for each in pairs(node)]

@@ -1,12 +1,13 @@
 """Compression of models that were trained, where loss is accuracy."""
 
+from functools import cache
+
 import pytest
 from quantized_models import HEADS, MISTAKES, transformer
 from trained_models import accuracy, labelled, train, with_twin
 
 import mha_deploy as md
 from mha_deploy.errors import LossExceeded
-from mha_deploy.runtime.child import isolation
 
 pytestmark = pytest.mark.usefixtures("in_process")
 OPTIONS = {"golden": ("opt",), "axes": {"B": "1:2:16", "S": "1:8:8"}}
@@ -17,41 +18,51 @@ IN_EIGHT_BITS = [("recall", "int8"), ("recall", "fp8"), ("classify", "int8")]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """By task, a trained model; in that which recalls, one head does nothing and one is there twice."""
+    """A function that gives the trained model of a task.
+
+    In that which recalls, one head does nothing and one is there twice.
+    """
     folder = tmp_path_factory.mktemp("trained")
-    recalls = with_twin(train("recall", idle=(IDLE, TWIN)), NEEDED, TWIN)
-    held = {"recall": recalls, "classify": train("classify")}
-    return {task: transformer(folder / f"{task}.onnx", changed=found) for task, found in held.items()}
+
+    @cache
+    def make(task):
+        idle = {"idle": (IDLE, TWIN)} if task == "recall" else {}
+        found = train(task, **idle)
+        changed = with_twin(found, NEEDED, TWIN) if task == "recall" else found
+        return transformer(folder / f"{task}.onnx", changed=changed)
+
+    return make
 
 
 @pytest.fixture(scope="module")
 def quantized(models, tmp_path_factory):
-    """Bundles in eight bits."""
+    """A function that gives the bundle of a task in eight bits."""
     folder = tmp_path_factory.mktemp("quantized")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(isolation, "enabled", False)  # quicker than a child process
-        return {
-            (task, name): md.export(
-                models[task], folder / f"{task}-{name}", precision=name, data=labelled(task),
-                metric=accuracy, **OPTIONS,
-            )
-            for task, name in IN_EIGHT_BITS
-        }  # fmt: skip
+
+    @cache
+    def make(task, name):
+        options = {"precision": name, "data": labelled(task), "metric": accuracy, **OPTIONS}
+        return md.export(models(task), folder / f"{task}-{name}", **options)
+
+    return make
 
 
-@pytest.mark.parametrize(("task", "name"), IN_EIGHT_BITS)
+@pytest.mark.parametrize(
+    ("task", "name"),
+    [pytest.param(*each, marks=pytest.mark.slow if each[0] == "classify" else ()) for each in IN_EIGHT_BITS],
+)
 def test_eight_bits_keep_the_accuracy(quantized, task, name):
     """Within one percent, on samples that nothing was chosen by."""
-    loss = quantized[task, name].manifest.loss
+    loss = quantized(task, name).manifest.loss
     assert loss.held_out
     assert loss.metric.original > LEAST[task]
     assert abs(loss.metric.compressed - loss.metric.original) <= 0.01
     assert 0 < loss.worst < 0.1
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8"])
+@pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.slow), "fp8"])
 def test_every_mistake_of_quantization_is_caught(quantized, name):
-    result = md.self_test(quantized["recall", name])
+    result = md.self_test(quantized("recall", name))
     assert result.right.passed
     made = {each.mistake: each.caught for each in result.mutations}
     assert set(made) >= MISTAKES | ({"E5M2 for E4M3"} if name == "fp8" else set())
@@ -60,7 +71,7 @@ def test_every_mistake_of_quantization_is_caught(quantized, name):
 
 def test_a_head_that_is_there_twice_goes_and_a_needed_one_does_not(models, tmp_path):
     limits = {"data": labelled("recall"), "metric": accuracy, **OPTIONS}
-    bundle = md.prune(models["recall"], tmp_path / "without", heads="auto", max_loss=1e-3, **limits)
+    bundle = md.prune(models("recall"), tmp_path / "without", heads="auto", max_loss=1e-3, **limits)
     loss = bundle.manifest.loss
     gone = {int(each.name.rpartition(" ")[2]) for each in loss.layers if each.is_compressed}
     assert gone in ({IDLE, NEEDED}, {IDLE, TWIN})
