@@ -150,14 +150,14 @@ def test_a_preallocated_cache_is_decoded_token_by_token(form, tmp_path):
     before = given.inputs["keys"].tensor.clone()
     bundle = md.export(given, tmp_path / form, precision="fp16", golden=("min",))
     assert torch.equal(given.inputs["keys"].tensor, before)
-    report = md.validate(bundle, backends=["ort-cpu"])
+    report = md.validate(bundle, backends=["ort-cpu"], probe=False)
     assert report.passed, report.headline
     (trace,) = report.record.decode
     assert len(trace.errors) == trace.steps
     assert max(trace.prompt) + trace.steps > 8
     assert (len(set(trace.prompt)) > 1) == (form == "ragged")
     with md.open_runner(bundle, "ort-cpu") as runner:
-        wrong = md.validate(bundle, runners=[Late(runner, *bundle.manifest.spec.positions)])
+        wrong = md.validate(bundle, runners=[Late(runner, *bundle.manifest.spec.positions)], probe=False)
     (trace,) = wrong.record.decode
     assert trace.outcome is Outcome.FAILED
 
@@ -176,6 +176,7 @@ class OneBlock(torch.nn.Module):
         return {"y": y, "present_key": key, "present_value": value}
 
 
+@pytest.mark.slow  # tests/validate/test_own_decoders.py decodes with one
 def test_a_dynamic_cache_grows_beyond_what_one_call_brings(tmp_path):
     cached = {"past_key": "present_key", "past_value": "present_value"}
     inputs = {"ids": md.Example(torch.randint(0, 50, (2, 3)), "B", "S")}
@@ -183,7 +184,7 @@ def test_a_dynamic_cache_grows_beyond_what_one_call_brings(tmp_path):
     axes = {"B": "2", "S": "1:2:4", "P": "0:8:31"}
     given = md.Deployable(module=OneBlock(), inputs=inputs, axes=axes, kv_cache=cached)
     bundle = md.export(given, tmp_path / "bundle", precision="fp16", golden=("min",))
-    report = md.validate(bundle, backends=["ort-cpu"])
+    report = md.validate(bundle, backends=["ort-cpu"], probe=False)
     assert report.passed, report.headline
     (trace,) = report.record.decode
     assert (max(trace.prompt), trace.steps) == (4, 28)

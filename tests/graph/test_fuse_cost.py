@@ -66,12 +66,12 @@ def calls_of(model):
 
 def test_the_memory_grows_with_the_nodes():
     fuse_attention(chain(10, "Relu", "Tanh"))  # what is loaded once
-    assert peak_of(chain(1600, "Relu", "Tanh")) < 6 * peak_of(chain(400, "Relu", "Tanh"))
+    assert peak_of(chain(800, "Relu", "Tanh")) < 6 * peak_of(chain(200, "Relu", "Tanh"))
 
 
 def test_the_work_grows_with_the_nodes():
     fuse_attention(branches(10))
-    assert calls_of(branches(400)) < 6 * calls_of(branches(100))
+    assert calls_of(branches(240)) < 6 * calls_of(branches(60))
 
 
 def triangle(size):
