@@ -36,7 +36,7 @@ RANKS = {
 }
 # Two profiles, attention that is not fused, and scores that are computed twice.
 ENGINES = ["tiny-dynamic", "tiny-softcap", "tiny-weights"]
-ROUNDS = 30
+ROUNDS = 60
 
 
 def score(verdict):

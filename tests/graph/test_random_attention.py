@@ -493,7 +493,7 @@ def examine(node: dict[str, Any], names: Iterable[str]) -> Iterator[tuple[str, s
         yield name, check(name, made[dtype], in_ort=in_ort or name == "contrib")
 
 
-@hypothesis.settings(max_examples=24, derandomize=True, database=None, deadline=None)
+@hypothesis.settings(max_examples=40, derandomize=True, database=None, deadline=None)
 @hypothesis.given(st.sampled_from(sorted(LOWERINGS)), nodes())
 def test_what_a_dialect_accepts_it_computes_as_onnx_does(name: str, node: dict[str, Any]) -> None:
     assert list(examine(node, [name]))
@@ -518,7 +518,7 @@ def test_a_dialect_accepts_as_much_as_before() -> None:
     assert not {name: count for name, count in accepted.items() if count < ACCEPTED[name]}
 
 
-@hypothesis.settings(max_examples=8, derandomize=True, database=None, deadline=None)
+@hypothesis.settings(max_examples=12, derandomize=True, database=None, deadline=None)
 @hypothesis.given(nodes())
 def test_the_others_give_the_same_graph(node: dict[str, Any]) -> None:
     attributes = {key: value for key, value in node["attributes"].items() if key != "softcap"}
