@@ -333,6 +333,8 @@ def _about_data(finding: Finding) -> str:
     status = "wrong" if finding.kind is Kind.WRONG_ON_DATA else "not verified"
     first = f"{place.case}{f'/{place.output}' if place.output else ''}: {reason_and_hint(finding.reason)}"
     why = f" ({first})" if finding.reason is not None else ""
+    if finding.names and not count["failed"]:
+        return f"{place.runner} is {status}: no sample shows {', '.join(finding.names)}, the oracle is empty"
     return f"{place.runner} is {status} on {count['failed']:.0f} of {count['samples']:.0f} samples{why}"
 
 

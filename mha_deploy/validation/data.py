@@ -102,6 +102,7 @@ class DataRuntime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     failed: Annotated[int, means("how many of them are wrong")]
     not_verified: Annotated[int, means("how many of them have no result that shows anything")]
     outside: Annotated[tuple[str, ...], means("the samples outside its profiles, which were not run")]
+    unseen: Annotated[tuple[str, ...], means("the outputs that no sample shows: their oracle is empty")] = ()
     share: Annotated[
         Quantiles | None, means("the share of the budget that samples use; null if there is no number")
     ]
@@ -511,6 +512,7 @@ def _conclude(tally: _Tally, measure: Metric | None, files: dict[str, Sample]) -
         failed=sum(each.outcome is Outcome.FAILED for each in ran),
         not_verified=sum(each is Outcome.NOT_VERIFIED for each in outcomes[: len(ran)]),
         outside=tuple(each.sample for each in tally.results if each.is_outside),
+        unseen=tuple(dict.fromkeys(name for each in ran for name in each.empty if name not in verified)),
         share=_quantiles([each.share for each in ran if each.share is not None]),
         outputs=outputs,
         metric=metric,

@@ -28,7 +28,7 @@ from mha_deploy.runtime.tensorrt.engine_verdict import (
     ReasonKind,
 )
 from mha_deploy.status import Finding, Gap, Kind, Outcome, Place, Reason, Section, Severity
-from mha_deploy.text import engine_reason_text, finding_text, gap_text, group_by, plural
+from mha_deploy.text import absent_text, engine_reason_text, finding_text, gap_text, group_by, plural
 from mha_deploy.validation.conformance import ConformanceTable
 from mha_deploy.validation.data import DataRecord
 from mha_deploy.validation.evaluate import Evaluation, LatencyPoint
@@ -163,7 +163,15 @@ def latency_record(points: Sequence[LatencyPoint]) -> LatencyRecord | None:
 # -- From what was found to what it means: the sentences of the verdict, and its headline ----------
 
 _SHOWN_MISSING = 3  # sizes in the headline
-_UNVERIFIED = frozenset({Kind.UNVERIFIED_OUTPUTS, Kind.UNVERIFIED_DECODING, Kind.DEMAND_NOT_CHECKED})
+_UNVERIFIED = frozenset(
+    {
+        Kind.UNVERIFIED_OUTPUTS,
+        Kind.UNVERIFIED_DECODING,
+        Kind.DEMAND_NOT_CHECKED,
+        Kind.DATA_OUTSIDE,
+        Kind.DATA_NOT_VERIFIED,
+    }
+)
 
 
 def _is_deployed(evaluation: Evaluation) -> bool:
@@ -469,7 +477,8 @@ def _headline(
         return f"{first[0].text}{more}", first[:1]
     judged = [each for each in evaluations if each.parity]
     if not judged:
-        return "nothing was checked", []
+        skipped = "; ".join(absent_text(each.name, each.reason) for each in report.absent)
+        return f"nothing was checked{f': {skipped}' if skipped else ''}", []
     ran = [each for each in judged if each.runtime.engine is not None]
     parts = ["; ".join(_outputs(each) for each in ran or judged)]
     not_run = [each for each in report.engines if all(each is not other.runtime.engine for other in ran)]
@@ -479,7 +488,8 @@ def _headline(
         names = ", ".join(engine.path.stem for engine in not_run)
         parts += [f"engine {names} built and inspected, NOT RUN"] if names else []
         parts += [f"engine {', '.join(report.gone)} NOT HERE"] if report.gone else []
-        parts += [] if names or report.gone else ["no engine was run"]
+        parts += [f"foreign engine {', '.join(report.foreign)} NOT RUN"] if report.foreign else []
+        parts += [] if names or report.gone or report.foreign else ["no engine was run"]
     if not report.engines and not report.subjects:  # an engine counts the attentions itself
         parts += [finding.text for finding in report.findings if finding.section is Section.FUSION]
     if (loss := report.bundle.manifest.loss) is not None:
@@ -500,10 +510,12 @@ def _headline(
                 parts.append(f"{ratio:.2f} × the speed of the best PyTorch ({best.name})")
     sizes = [gap.text for gap in missing if gap.kind is not Kind.NOT_RUN]
     if len(sizes) > _SHOWN_MISSING:
-        requested = [gap.text for gap in shrunk_gaps(report.bundle.manifest)]
-        others = len(sizes) - len(requested)
-        items = [plural(others, "more item" if requested else "item")] if others else []
-        parts.append(f"not covered: {', '.join(requested + items)}")
+        # What was requested, and what leaves the verdict open, is named.
+        told = [gap.text for gap in shrunk_gaps(report.bundle.manifest)]
+        told += [gap.text for gap in missing if gap.kind is Kind.ATTENTION_NOT_OBSERVED][:_SHOWN_MISSING]
+        others = len(sizes) - len(told)
+        items = [plural(others, "more item" if told else "item")] if others else []
+        parts.append(f"not covered: {', '.join(told + items)}")
     elif sizes:
         parts.append(f"not covered: {', '.join(sizes)}")
         if all(gap.kind is not Kind.ATTENTION_NOT_OBSERVED for gap in missing):  # the note has what to try
@@ -690,9 +702,9 @@ def _about_data(data: DataRecord, axes: Mapping[str, Axis]) -> Iterator[Finding]
         if each.failed:
             about = {"runner": each.runtime, "numbers": {"failed": each.failed, "samples": each.samples}}
             yield _found(Severity.FAILURE, Section.DATA, Kind.WRONG_ON_DATA, **about, **place)
-        elif each.not_verified or not (each.samples or data.outside or each.outside):
+        elif each.not_verified or each.unseen or not (each.samples or data.outside or each.outside):
             numbers = {"failed": each.not_verified, "samples": each.samples}
-            about = {"runner": each.runtime, "numbers": numbers}
+            about = {"runner": each.runtime, "numbers": numbers, "names": each.unseen}
             yield _found(Severity.WARNING, Section.DATA, Kind.DATA_NOT_VERIFIED, **about, **place)
 
 

@@ -258,7 +258,37 @@ def test_one_sample_without_a_result_does_not_end_the_run(bundles):
     (runtime,) = report.record.data.runtimes
     assert (runtime.samples, runtime.failed, runtime.not_verified) == (3, 0, 1)
     assert report.outcome == "not verified"
-    assert Kind.DATA_NOT_VERIFIED in [each.kind for each in report.findings]
+    (found,) = (each for each in report.findings if each.kind is Kind.DATA_NOT_VERIFIED)
+    assert found.text in report.headline
+
+
+GATED = """
+    import torch
+    from mha_deploy import Deployable, Example
+
+    class Gated(torch.nn.Module):
+        def forward(self, x, flag):
+            y = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+            return y, y * flag
+
+    def gated():
+        flag = Example(torch.ones(1), draw=lambda shape, generator: torch.ones(shape))
+        inputs = {"x": Example(torch.randn(1, 2, 4, 8), "B"), "flag": flag}
+        return Deployable(module=Gated(), inputs=inputs, outputs=("y", "z"), axes={"B": "1:1:2"})
+"""
+
+
+def test_an_output_that_no_sample_shows_is_named_in_the_headline(tmp_path):
+    (tmp_path / "gated.py").write_text(textwrap.dedent(GATED), encoding="utf-8")
+    bundle = md.export(f"{tmp_path / 'gated.py'}:gated", tmp_path / "b")
+    x = np.random.default_rng(0).standard_normal((1, 2, 4, 8))
+    report = md.validate(bundle, data=[{"x": x, "flag": np.zeros(1)}], **QUICK)
+    assert report.outcome == "not verified"
+    (runtime,) = report.record.data.runtimes
+    assert runtime.unseen == ("z",)
+    (found,) = (each for each in report.findings if each.kind is Kind.DATA_NOT_VERIFIED)
+    assert found.names == ("z",)
+    assert found.text in report.headline
 
 
 @pytest.mark.parametrize(
@@ -296,7 +326,10 @@ def test_how_many_samples_a_file_has_is_known_while_they_are_run(bundles, tmp_pa
 def test_data_of_which_nothing_was_run_is_one_warning(bundles):
     report = md.validate(bundles("tiny-gqa"), data=layer_samples([65]), **QUICK)
     assert report.outcome == "not verified"
-    assert [each.kind for each in report.findings if each.section == "data"] == [Kind.DATA_OUTSIDE]
+    (found,) = (each for each in report.findings if each.section == "data")
+    assert found.kind is Kind.DATA_OUTSIDE
+    assert found.in_headline
+    assert found.text in report.headline
 
 
 def test_figures_are_written_with_as_many_digits_as_show_that_they_differ():

@@ -13,11 +13,12 @@ import mha_deploy as md
 from mha_deploy.bundle.folder import LEDGER
 from mha_deploy.engine.engine import Ledger
 from mha_deploy.judge import OutputVerdict, ParityReport
+from mha_deploy.model.spec import Axis
 from mha_deploy.options import ValidateOptions
 from mha_deploy.status import Kind, Outcome, Reason
 from mha_deploy.validation.evaluate import Evaluation, LatencyPoint, LatencyRow
 from mha_deploy.validation.invariance import InvarianceCheck
-from mha_deploy.validation.runtimes import TENSORRT, Runtime
+from mha_deploy.validation.runtimes import TENSORRT, Runtime, Unavailable
 from mha_deploy.validation.verdict import Validation, conclude
 
 RANKS = (Outcome.FAILED, Outcome.NOT_VERIFIED, Outcome.PASSED)
@@ -118,6 +119,31 @@ def test_a_runtime_in_which_batch_elements_change_each_other_is_not_right(outcom
     check = InvarianceCheck(backend="trt", case="opt", check="batch slot", detail="", outcome=outcome)
     assert dataclasses.replace(judged, invariance=(check,)).is_right is (outcome is Outcome.PASSED)
     assert not dataclasses.replace(judged, parity=()).is_right
+
+
+def concluded(axes=None, observed=(), **about):
+    spec = SimpleNamespace(name="made", axes=axes or {}, attention_count=1)
+    manifest = SimpleNamespace(spec=spec, attention=[1], notes=(), observed=observed, shrunk=[], loss=None)
+    judged = [evaluation("ort", [Outcome.PASSED])]
+    report = Validation(bundle=SimpleNamespace(manifest=manifest), evaluations=tuple(judged), **about)
+    return conclude(report, judged, ValidateOptions())
+
+
+def test_the_headline_has_the_reason_of_what_is_not_verified():
+    """However many sizes are not covered besides."""
+    about = {"is_hidden": lambda kind: True, "case": "", "hidden": ()}
+    hidden = [SimpleNamespace(name=f"blind {i}", **about) for i in range(5)]
+    many = concluded({"B": Axis(min=1, opt=4, max=8)}, hidden)
+    assert many.outcome is Outcome.NOT_VERIFIED
+    assert len(many.not_verified) > 3
+    assert "blind 0" in many.headline
+    foreign = concluded(foreign=("theirs",))
+    assert foreign.outcome is Outcome.NOT_VERIFIED
+    assert "theirs" in foreign.headline
+    missing = SimpleNamespace(manifest=foreign.bundle.manifest)
+    absent = (Unavailable(name="trt", reason="no driver"),)
+    nothing = conclude(Validation(bundle=missing, absent=absent), [], ValidateOptions())
+    assert "no driver" in nothing.headline
 
 
 def test_a_record_of_nothing_is_not_verified():
