@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 from xml.etree import ElementTree
 
 import msgspec
@@ -348,8 +348,8 @@ def _measure(result: ModelResult, names: Mapping[str, str]) -> Measured:
         if value:
             yield "environment", subject, _as_measurement("text", "", value)
     for attribute, value in _spec(result).items():
-        if attribute != "axes" and str(value):
-            yield "environment", f"model: {attribute}", _as_measurement("text", _MODEL, str(value))
+        if attribute != "axes" and (shown := _words(value)):
+            yield "environment", f"model: {attribute}", _as_measurement("text", _MODEL, shown)
 
 
 def _measure_verdict(result: ModelResult) -> Measured:
@@ -927,7 +927,7 @@ def _not_the_same(old: ModelResult, new: ModelResult) -> dict[str, tuple[str, st
     """What makes two results incomparable: another model, precision or GPU, with both values."""
     found = {}
     models, (one, two) = [each.name for each in (old, new)], [_spec(each) for each in (old, new)]
-    own = (one.keys() & two.keys()) - {"axes", "name", "summary", "factory", "weight_bytes", "cache"}
+    own = (one.keys() & two.keys()) - _OF_NO_MODEL
     if old.precision != new.precision:
         found["precision"] = old.precision, new.precision
     # Of a quantized model the weights are others, and it is described by its graph.
@@ -937,18 +937,48 @@ def _not_the_same(old: ModelResult, new: ModelResult) -> dict[str, tuple[str, st
     elif not is_quantized and (differing := sorted(key for key in own if one[key] != two[key])):
         if one.get("summary") != two.get("summary"):
             differing = ["summary", *differing]
-        found["model"] = _attributes(one, differing), _attributes(two, differing)
+        found["model"] = _attributes(one, two, differing), _attributes(two, one, differing)
     gpus = [_gpu_of(each) for each in (old, new)]
     if all(gpus) and gpus[0] != gpus[1]:
         found["GPU"] = gpus[0], gpus[1]
     return found
 
 
-def _attributes(spec: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Attributes of a model, for a reader; of a hash the beginning."""
-    digest = f"weights {str(spec.get('state_sha256'))[:12]}"
-    words = {"summary": str(spec.get("summary") or ""), "state_sha256": digest}
-    return ", ".join(filter(None, (words.get(name, f"{name} {spec.get(name)}") for name in names)))
+# Attributes that make no other model: those that are compared by themselves, and where its weights came from,
+# which are listed as changed.
+_OF_NO_MODEL = frozenset(
+    {"axes", "name", "summary", "factory", "weight_bytes", "cache"}
+    | {"weights_file", "weights_prefix", "state_sha256", "seed"}
+)
+
+
+def _attributes(spec: Mapping[str, Any], other: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Attributes of a model, for a reader; of tensors those that the other model does not have."""
+    words = []
+    for name in names:
+        value, theirs = spec.get(name), other.get(name)
+        if _are_records(value) and _are_records(theirs):
+            value = [each for each in value if each not in theirs]
+        text = _words(value)
+        words.append(text if name == "summary" else f"{name} {text or NOTHING}")
+    return ", ".join(filter(None, words))
+
+
+def _are_records(value: Any) -> TypeGuard[Sequence[Mapping[str, Any]]]:
+    return isinstance(value, list | tuple) and all(isinstance(each, Mapping) for each in value)
+
+
+def _words(value: Any) -> str:
+    """The value of an attribute: lists and records of them without the marks of a programming language."""
+    if isinstance(value, Mapping):
+        values = {key: _words(each) for key, each in value.items() if each not in (None, "")}
+        named = [values.pop("name")] if "name" in values else []
+        return " ".join([*named, *(f"{key} {each}" for key, each in values.items())])
+    if _are_records(value):
+        return "; ".join(map(_words, value))
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_words, value))}]"
+    return "" if value is None else str(value)
 
 
 def _gpu_of(result: ModelResult) -> str:
