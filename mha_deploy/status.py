@@ -298,6 +298,12 @@ class Finding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     detail: Annotated[str, means("what another part of the report, or another program, reports about it")] = (
         ""
     )
+    required_by: Annotated[
+        tuple[str, ...],
+        means(
+            "the requirements without which it would be no failure: `require_run`, …; empty if it always is"
+        ),
+    ] = ()
     in_headline: Annotated[
         bool, means("whether the headline already contains it, so that it is shown only once")
     ] = False

@@ -46,12 +46,13 @@ from mha_deploy.output import (
     replace_keeping,
     temporary_folder,
 )
+from mha_deploy.requirements import REQUIRED
 from mha_deploy.runtime import GPU_RUNNERS, RUNNERS, available_cpu_backend, open_runner
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.kserve import BUNDLE_PARAMETER, INSTALL, RUNS_PARAMETER, served_name
 from mha_deploy.serving.backend import BUNDLE, PLUGINS
 from mha_deploy.serving.wheel import wheel_name, write_wheel
-from mha_deploy.status import Outcome
+from mha_deploy.status import Outcome, Severity
 from mha_deploy.validation.records import stored_verdict
 from mha_deploy.validation.runtimes import RuntimeFinder
 
@@ -210,11 +211,17 @@ class Packaging:
         if verdict is None:
             return None
         if verdict.outcome is Outcome.FAILED and not self.options.allow_failed:
-            hint = (
-                f"find the fault, and mha-deploy validate {shlex.quote(str(self.bundle.path))} again; "
-                "--allow-failed packages it anyway"
-            )
-            raise ValidationFailed("The bundle failed its last validation.", got=verdict.headline, hint=hint)
+            what, way = "The bundle failed its last validation.", "find the fault, and {} again"
+            failures = [each for each in verdict.findings if each.level is Severity.FAILURE]
+            if failures and all(each.required_by for each in failures):  # nothing is known to be wrong
+                found = dict.fromkeys(name for each in failures for name in each.required_by)
+                options = {name: f"--{name.replace('_', '-')}" for name in REQUIRED}
+                names = ", ".join(options.get(name, name) for name in found)
+                what = f"The last validation of the bundle failed what was required of it: {names}."
+                way = f"{{}} where that can be met, or again without {names}"
+            again = f"mha-deploy validate {shlex.quote(str(self.bundle.path))}"
+            hint = f"{way.format(again)}; --allow-failed packages it anyway"
+            raise ValidationFailed(what, got=verdict.headline, hint=hint)
         return verdict.outcome
 
     def _refuse_plan(self) -> None:

@@ -186,10 +186,16 @@ def _is_probed(evaluation: Evaluation) -> bool:
 
 
 def _found(level: Severity, section: Section, kind: Kind, **about: Any) -> Finding:
-    """A finding with its sentence."""
+    """A finding with its sentence; what is required is a failure."""
+    level = Severity.FAILURE if about.get("required_by") else level
     place = Place(**{name: about.pop(name) for name in Place.__struct_fields__ if name in about})
     finding = Finding(level=level, section=section, kind=kind, place=place, **about)
     return msgspec.structs.replace(finding, text=finding_text(finding))
+
+
+def _demanded(options: ValidateOptions, *names: str) -> tuple[str, ...]:
+    """Those of these requirements that there are."""
+    return tuple(name for name in names if getattr(options, name))
 
 
 def conclude(
@@ -268,6 +274,7 @@ def findings(
             if demand.got is not None:
                 kind, level, numbers = Kind.DEMAND_NOT_MET, Severity.FAILURE, {**numbers, "got": demand.got}
             about = {"names": (demand.name,), "numbers": numbers, "detail": f"in {demand.place}"}
+            about |= {"required_by": (demand.name,)} if level is Severity.FAILURE else {}
             yield _found(level, Section.REQUIREMENTS, kind, **about)
 
 
@@ -323,9 +330,9 @@ def unfused_findings(manifest: Manifest, options: ValidateOptions) -> Iterator[F
     if fused >= of:
         return
     reasons = tuple(f"{each.name}: {each.reason}" for each in manifest.unfused)
-    level = Severity.FAILURE if options.require_fused else Severity.WARNING
     about: dict[str, Any] = {"names": reasons, "numbers": {"fused": fused, "of": of}}
-    yield _found(level, Section.FUSION, Kind.GRAPH_NOT_FUSED, **about)
+    about["required_by"] = _demanded(options, "require_fused")
+    yield _found(Severity.WARNING, Section.FUSION, Kind.GRAPH_NOT_FUSED, **about)
 
 
 def loss_findings(manifest: Manifest, options: ValidateOptions) -> Iterator[Finding]:
@@ -450,18 +457,18 @@ def _gaps(ran: Sequence[Mapping[str, int]], profile: Mapping[str, Axis]) -> Iter
 def coverage_findings(missing: Sequence[Gap], options: ValidateOptions) -> Iterator[Finding]:
     """What was not run, as a failure where it was required."""
     required = {
-        Kind.NOT_RUN: options.require_run or options.require_coverage,
-        Kind.NOT_COVERED: options.require_coverage,
+        Kind.NOT_RUN: _demanded(options, "require_run", "require_coverage"),
+        Kind.NOT_COVERED: _demanded(options, "require_coverage"),
     }
-    for kind, is_required in required.items():
+    for kind, required_by in required.items():
         names = tuple(gap.text for gap in missing if (gap.kind is Kind.NOT_RUN) is (kind is Kind.NOT_RUN))
         if names:
-            level = Severity.FAILURE if is_required else Severity.NOTE
             unseen = kind is Kind.NOT_COVERED and any(
                 gap.kind is Kind.ATTENTION_NOT_OBSERVED for gap in missing
             )
             reason = Reason(kind=Kind.ATTENTION_NOT_OBSERVED) if unseen else None
-            yield _found(level, Section.COVERAGE, kind, names=names, reason=reason)
+            about: dict[str, Any] = {"names": names, "reason": reason, "required_by": required_by}
+            yield _found(Severity.NOTE, Section.COVERAGE, kind, **about)
 
 
 def _headline(
@@ -540,11 +547,8 @@ def _outputs(evaluation: Evaluation) -> str:
 
 def _about_runtimes(evaluations: Sequence[Evaluation], options: ValidateOptions) -> Iterator[Finding]:
     """Wrong outputs, decode steps and batch slots."""
-    required = options.require_run or options.require_coverage
-    levels = {
-        Outcome.FAILED: Severity.FAILURE,
-        Outcome.NOT_VERIFIED: Severity.FAILURE if required else Severity.WARNING,
-    }
+    levels = {Outcome.FAILED: Severity.FAILURE, Outcome.NOT_VERIFIED: Severity.WARNING}
+    required = {Outcome.NOT_VERIFIED: _demanded(options, "require_run", "require_coverage")}
 
     def at(verdict: OutputVerdict) -> dict[str, Any]:
         return {"case": verdict.case, "output": verdict.output, "reason": verdict.reason}
@@ -568,6 +572,7 @@ def _about_runtimes(evaluations: Sequence[Evaluation], options: ValidateOptions)
                 numbers["share"] = _share(worst)
             cases = " and ".join(dict.fromkeys(report.cases for report in reports))
             about = {"runner": each.label, "cases": cases, "numbers": numbers}
+            about["required_by"] = required.get(outcome, ())
             yield _found(levels[outcome], Section.PARITY, outputs[outcome], **about, **at(worst))
     for each in evaluations:
         if each.not_decoded_because is not None:
@@ -578,7 +583,8 @@ def _about_runtimes(evaluations: Sequence[Evaluation], options: ValidateOptions)
                 kind, first = decoding[decoded.outcome], dict[str, Any]()
                 if decoded.failures:
                     first = at(max(decoded.failures, key=lambda failure: failure.is_wrong))
-                yield _found(levels[decoded.outcome], Section.DECODE, kind, runner=each.label, **first)
+                about = {**first, "runner": each.label, "required_by": required.get(decoded.outcome, ())}
+                yield _found(levels[decoded.outcome], Section.DECODE, kind, **about)
     for each in evaluations:
         for check in each.invariance:
             if check.outcome is Outcome.FAILED:
@@ -600,31 +606,32 @@ def _place(report: ParityReport, worst: OutputVerdict) -> tuple[object, ...]:
 def _about_engines(
     report: Validation, absent: Sequence[Unavailable], options: ValidateOptions
 ) -> Iterator[Finding]:
-    engines, required = report.engines, options.require_fused or options.require_precision
+    engines = report.engines
     yield from _about_subjects(report, options)
     for name in report.foreign:
         yield _found(Severity.WARNING, Section.ENGINE, Kind.FOREIGN_ENGINE, engine=name)
-    demands = {"--require-fused": options.require_fused, "--require-precision": options.require_precision}
-    asks = [name for name, is_demanded in demands.items() if is_demanded]
-    asks += ["--require-run"] if options.require_run and not (report.serving or report.gone) else []
+    asks = _demanded(options, "require_fused", "require_precision")
+    asks += () if report.serving or report.gone else _demanded(options, "require_run")
     if (error := report.not_built) is not None:
         detail = f"{error.in_one_line}; try: {error.hint}"
         yield _found(Severity.FAILURE, Section.ENGINE, Kind.ENGINE_NOT_BUILT, detail=detail)
     elif not engines and asks and not report.subjects:
-        yield _found(Severity.FAILURE, Section.FUSION, Kind.NO_ENGINE, detail=" and ".join(asks))
+        detail = " and ".join(f"--{name.replace('_', '-')}" for name in asks)
+        yield _found(Severity.FAILURE, Section.FUSION, Kind.NO_ENGINE, detail=detail, required_by=asks)
     for name in report.gone:
         yield _found(Severity.WARNING, Section.ENGINE, Kind.ENGINE_GONE, engine=name)
     for name, manifest in ((engine.path.stem, engine.manifest) for engine in engines):
         if not manifest.all_fused:
-            level = Severity.FAILURE if options.require_fused else Severity.WARNING
             detail = f"{manifest.fusion_summary}{_why_unknown(manifest.verdict.nodes)}"
             about: dict[str, Any] = {"engine": name, "detail": detail}
-            yield _found(level, Section.FUSION, Kind.ENGINE_NOT_FUSED, **about)
+            about["required_by"] = _demanded(options, "require_fused")
+            yield _found(Severity.WARNING, Section.FUSION, Kind.ENGINE_NOT_FUSED, **about)
         if not manifest.verdict.precision.ok:
-            level = Severity.FAILURE if options.require_precision else Severity.WARNING
-            # What the device chooses cannot be known before the engine is loaded.
-            level = Severity.NOTE if manifest.has_requested_types else level
             about = {"engine": name, "detail": manifest.precision_summary}
+            # What the device chooses cannot be known before the engine is loaded.
+            level = Severity.NOTE if manifest.has_requested_types else Severity.WARNING
+            if level is Severity.WARNING:
+                about["required_by"] = _demanded(options, "require_precision")
             yield _found(level, Section.PRECISION, Kind.ENGINE_PRECISION, **about)
         for each in absent:
             if each.name == name:
@@ -633,8 +640,9 @@ def _about_engines(
     for engine in engines:  # of which nothing is known but what their manifests claim
         ran = any(each.runtime.engine is engine and each.parity for each in report.evaluations)
         if not ran and not engine.is_confirmed:
-            level = Severity.FAILURE if required else Severity.WARNING
-            yield _found(level, Section.FUSION, Kind.ENGINE_NOT_CONFIRMED, engine=engine.path.stem)
+            about = {"engine": engine.path.stem}
+            about["required_by"] = _demanded(options, "require_fused", "require_precision")
+            yield _found(Severity.WARNING, Section.FUSION, Kind.ENGINE_NOT_CONFIRMED, **about)
 
 
 def _why_unknown(nodes: Sequence[NodeVerdict]) -> str:
@@ -661,22 +669,22 @@ def _about_subjects(report: Validation, options: ValidateOptions) -> Iterator[Fi
         precision = PrecisionStatus.UNKNOWN if each.plan is None else each.plan.precision
         if fusion is not FusionStatus.FUSED and (each.plan is not None or options.require_fused):
             level = Severity.NOTE if fusion is FusionStatus.UNKNOWN else Severity.WARNING
-            level = Severity.FAILURE if options.require_fused else level
             counted = 0 if each.plan is None else each.plan.fused_kernels
             wanted = report.bundle.manifest.spec.attention_count
             about = {"engine": each.name, "numbers": {"fused_kernels": counted, "attentions": wanted}}
+            about["required_by"] = _demanded(options, "require_fused")
             detail = f"fusion: {fusion} ({counted} fused kernels, {wanted} attentions)"
             yield _found(level, Section.FUSION, Kind.ENGINE_NOT_FUSED, detail=detail, **about)
         verified = (PrecisionStatus.VERIFIED, PrecisionStatus.SELECTED_AT_LOAD)
         if precision not in verified and (each.plan is not None or options.require_precision):
             level = Severity.NOTE if precision is PrecisionStatus.UNKNOWN else Severity.WARNING
-            level = Severity.FAILURE if options.require_precision else level
             no_kernels = (EngineReason(kind=ReasonKind.NO_SOURCE),)
             reasons = no_kernels if each.plan is None else each.plan.precision_reasons
             detail = precision_summary(
                 precision, report.bundle.manifest.requested_types, reasons=msgspec.to_builtins(reasons)
             )
             about = {"engine": each.name, "detail": detail}
+            about["required_by"] = _demanded(options, "require_precision")
             yield _found(level, Section.PRECISION, Kind.ENGINE_PRECISION, **about)
 
 

@@ -258,6 +258,8 @@ def test_a_bundle_whose_last_validation_failed_is_refused(run_cli, bundles, tmp_
     error = json.loads(done.out)["error"]
     assert error["got"].startswith(json.loads((bundle / "report.json").read_text())["verdict"]["headline"])
     assert "--allow-failed" in error["hint"]
+    assert "--require-run" in error["what"], "nothing is wrong: it was not met"
+    assert "fault" not in error["hint"]
     with pytest.raises(md.DeployError):
         md.package(bundle, tmp_path / "other")
     assert not (tmp_path / "other").exists()
@@ -266,6 +268,10 @@ def test_a_bundle_whose_last_validation_failed_is_refused(run_cli, bundles, tmp_
     lines["failed"] = run_cli(*command[:-1], "--overwrite", "--allow-failed").out
 
     report = json.loads((bundle / "report.json").read_text())
+    report["verdict"]["findings"][0].update(required_by=[])  # it fails in any case
+    (bundle / "report.json").write_text(json.dumps(report))
+    assert "fault" in json.loads(run_cli(*command, "--overwrite").out)["error"]["hint"]
+
     report["model"]["bundle_sha256"] = "0" * 64  # of a bundle that was here before
     (bundle / "report.json").write_text(json.dumps(report))
     assert md.package(bundle, tmp_path / "other").validated is None
