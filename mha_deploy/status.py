@@ -84,6 +84,7 @@ class Kind(Word):
     DID_NOT_RUN = "did not run"
     DID_NOT_CLOSE = "did not close"
     NO_REFERENCE = "no reference"
+    BEYOND_TYPE = "beyond type"
     # One output of one case shows nothing
     ORACLE_ZERO = "oracle zero"
     ORACLE_SUBNORMAL = "oracle subnormal"

@@ -185,6 +185,8 @@ _REASONS: Mapping[Kind, str | Callable[[Reason, float | None], str]] = {
     Kind.LENGTHS: "{0.got} tokens, not {0.wanted}",
     Kind.DID_NOT_RUN: "could not be run: {0.got}",
     Kind.NO_REFERENCE: "the model itself has no result: {0.got}",
+    Kind.BEYOND_TYPE: "input {0.got} has {0.numbers[largest]:.3g}, and the largest number of {0.wanted} is "
+    "{0.numbers[limit]:.5g}",
     Kind.DID_NOT_CLOSE: "could not be closed: {0.got}",
     Kind.ORACLE_ZERO: "the oracle is zero everywhere",
     Kind.ORACLE_SUBNORMAL: _subnormal,
@@ -222,12 +224,16 @@ _HINTS: Mapping[Kind, Mapping[Language, str]] = dict.fromkeys(
     (Kind.ORACLE_ZERO, Kind.ORACLE_SUBNORMAL, Kind.MODULE_ZERO, Kind.ORACLE_CONSTANT, Kind.ORACLE_REPEATS),
     _WEIGHTS,
 ) | {
+    Kind.BEYOND_TYPE: {
+        Language.COMMAND_LINE: "scale the inputs, or export with --precision fp32 or bf16",
+        Language.PYTHON: 'scale the inputs, or export with precision="fp32" or "bf16"',
+    },
     Kind.ATTENTION_NOT_OBSERVED: {
         Language.COMMAND_LINE: "export with trained weights (--weights), an ONNX file with your own inputs "
         "(--input NAME=FILE.npy), or let the model return its result as a further output",
         Language.PYTHON: "export with trained weights (weights=), an ONNX file with your own inputs "
         "(inputs=), or let the model return its result as a further output",
-    }
+    },
 }
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from mha_deploy.bundle.cases import numbers_in, read_npz
@@ -19,6 +20,7 @@ from mha_deploy.model.catalog import functions_in
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import ModelSpec, TensorSpec, size_of
 from mha_deploy.output import TOOL, is_sample, write_file
+from mha_deploy.status import Kind, Reason
 from mha_deploy.text import printable
 
 Arrays = Mapping[str, np.ndarray]
@@ -274,6 +276,21 @@ def as_taken(sample: Sample, spec: ModelSpec, precision: Precision) -> Sample:
         _check_shape(sample.name, tensor, inputs[tensor.name].shape, sizes)
     ordered = {axis: sizes[axis] for axis in spec.axes if axis in sizes}
     return Sample(name=sample.name, inputs=inputs, labels=sample.labels, sizes=ordered)
+
+
+def overflowing(sample: Sample, taken: Sample) -> Reason | None:
+    """The input of which the type of the bundle makes infinities, with the largest of its numbers."""
+    for name, array in taken.inputs.items():
+        given = numbers_in(np.asarray(sample.inputs[name]))
+        if given is None or array.dtype.kind not in "fV":
+            continue
+        numbers_given = given.astype(np.float64)
+        lost = np.isinf(array.astype(np.float64)) & np.isfinite(numbers_given)
+        if lost.any():
+            largest = float(np.abs(numbers_given[lost]).max())
+            numbers = {"largest": largest, "limit": float(ml_dtypes.finfo(array.dtype).max)}
+            return Reason(kind=Kind.BEYOND_TYPE, got=name, wanted=str(array.dtype), numbers=numbers)
+    return None
 
 
 def _solve(dim: str, size: int, sizes: dict[str, int]) -> None:

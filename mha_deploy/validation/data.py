@@ -25,7 +25,7 @@ from mha_deploy import __version__, judge
 from mha_deploy.bundle.cases import GoldenCase
 from mha_deploy.bundle.folder import MANIFEST, Bundle, sha256
 from mha_deploy.bundle.manifest import Source
-from mha_deploy.bundle.samples import Sample, as_taken
+from mha_deploy.bundle.samples import Sample, as_taken, overflowing
 from mha_deploy.errors import DeployError, ExportError
 from mha_deploy.files import file_name, read_regular
 from mha_deploy.metrics import Agreement, AgreementCounts, count_agreement, joined_agreement
@@ -355,7 +355,7 @@ def validate_data(
                 for tally, found in zip(tallies, known, strict=True):
                     if found is None:
                         make = make or reference_of(bundle, options.source)
-                        case = case or _case_of(make, taken)
+                        case = case or _case_of(make, taken, sample)
                         if isinstance(case, Reason):
                             found = _SampleRecord(
                                 sample=taken.name, digest=digest, runtime=tally.key, reason=case
@@ -373,12 +373,15 @@ def validate_data(
     return DataPass(DataRecord(sizes=spans, runtimes=judged, **about), files)
 
 
-def _case_of(make: Callable[[Sample], GoldenCase], sample: Sample) -> GoldenCase | Reason:
-    """A case, or why a sample has no reference: one on which the model overflows does not end a run."""
+def _case_of(make: Callable[[Sample], GoldenCase], sample: Sample, given: Sample) -> GoldenCase | Reason:
+    """A case, or why a sample has no reference: one on which the model overflows does not end a run.
+
+    Nor does one that is infinite only in the type of the input, which some models take: a mask, for one.
+    """
     try:
         return make(sample)
     except ExportError as error:
-        return Reason(kind=Kind.NO_REFERENCE, got=error.in_one_line)
+        return overflowing(given, sample) or Reason(kind=Kind.NO_REFERENCE, got=error.in_one_line)
 
 
 def _key_of(runtime: Runtime, runner: Runner) -> str:

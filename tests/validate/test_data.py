@@ -262,6 +262,15 @@ def test_one_sample_without_a_result_does_not_end_the_run(bundles):
     assert found.text in report.headline
 
 
+def test_numbers_beyond_the_type_of_the_bundle_are_named_and_not_the_model_blamed(bundles):
+    report = md.validate(bundles("tiny-gqa"), data=[{"x": np.full((1, 2, 64), 3.7e6)}], **QUICK)
+    assert report.outcome == "not verified"
+    (found,) = (each for each in report.findings if each.kind is Kind.DATA_NOT_VERIFIED)
+    assert (found.reason.kind, found.reason.got) == (Kind.BEYOND_TYPE, "x")
+    assert found.reason.numbers == {"largest": 3.7e6, "limit": 65504}
+    assert "--precision" in found.text
+
+
 GATED = """
     import torch
     from mha_deploy import Deployable, Example
