@@ -135,6 +135,9 @@ class Kind(Word):
     SIZES_NOT_COVERED = "sizes not covered"
     ATTENTION_NOT_OBSERVED = "attention not observed"
     PROBES_NOT_RUN = "probes not run"
+    # A self-test
+    HIDDEN_BY_ROUNDING = "hidden by rounding"
+    NOTHING_TO_MUTATE = "nothing to mutate"
     # A time
     WRONG_RESULT = "wrong result"
     WRONG_WHEN_TIMED = "wrong when timed"

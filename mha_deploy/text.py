@@ -173,6 +173,14 @@ def _differing(reason: Reason, _: float | None) -> str:
     return f"{wrong} of {of} differ from the oracle and from all {samples} random roundings"
 
 
+def _hidden(reason: Reason, _: float | None) -> str:
+    missed, share = plural(int(reason.numbers["missed"]), "mutation"), budget_share(reason.numbers["share"])
+    return (
+        f"{missed} changed the outputs by at most {share} of the budget: with these weights and sizes, "
+        "rounding may change them as much and hides such a mistake"
+    )
+
+
 _REASONS: Mapping[Kind, str | Callable[[Reason, float | None], str]] = {
     Kind.MISSING: "missing from the result",
     Kind.UNEXPECTED: "not an output of the model",
@@ -187,6 +195,8 @@ _REASONS: Mapping[Kind, str | Callable[[Reason, float | None], str]] = {
     Kind.NO_REFERENCE: "the model itself has no result: {0.got}",
     Kind.BEYOND_TYPE: "input {0.got} has {0.numbers[largest]:.3g}, and the largest number of {0.wanted} is "
     "{0.numbers[limit]:.5g}",
+    Kind.HIDDEN_BY_ROUNDING: _hidden,
+    Kind.NOTHING_TO_MUTATE: "no mutation applies: no attention is one node in the graph",
     Kind.DID_NOT_CLOSE: "could not be closed: {0.got}",
     Kind.ORACLE_ZERO: "the oracle is zero everywhere",
     Kind.ORACLE_SUBNORMAL: _subnormal,
@@ -228,6 +238,13 @@ _HINTS: Mapping[Kind, Mapping[Language, str]] = dict.fromkeys(
         Language.COMMAND_LINE: "scale the inputs, or export with --precision fp32 or bf16",
         Language.PYTHON: 'scale the inputs, or export with precision="fp32" or "bf16"',
     },
+    Kind.HIDDEN_BY_ROUNDING: {
+        Language.COMMAND_LINE: "export with trained weights (--weights) or longer sequences (--axis), and a "
+        "quantized model also with --precision fp16",
+        Language.PYTHON: "export with trained weights (weights=) or longer sequences (axes=), and a "
+        'quantized model also with precision="fp16"',
+    },
+    Kind.NOTHING_TO_MUTATE: dict.fromkeys(Language, "validate says why none is"),
     Kind.ATTENTION_NOT_OBSERVED: {
         Language.COMMAND_LINE: "export with trained weights (--weights), an ONNX file with your own inputs "
         "(--input NAME=FILE.npy), or let the model return its result as a further output",

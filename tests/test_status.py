@@ -106,6 +106,7 @@ GAPS += (Kind.ATTENTION_NOT_OBSERVED, Kind.PROBES_NOT_RUN)
 
 def test_every_kind_of_reason_has_words():
     figures = ("count", "largest", "smallest_normal", "wrong", "of", "samples", "streams")
+    figures += ("limit", "missed", "share")
     numbers, reasons = dict.fromkeys(figures, 1.0), [kind for kind in Kind if kind in text._REASONS]
     assert set(reasons) | set(text._FINDINGS) | set(GAPS) == set(Kind)
     for kind in reasons:

@@ -28,6 +28,7 @@ from mha_deploy.text import (
     engine_reason_text,
     group_by,
     plural,
+    reason_and_hint,
     reason_text,
     short,
     size,
@@ -678,6 +679,7 @@ def self_test_verdict(result: SelfTest) -> Text:
     """How many mutations were detected."""
     found = f"{sum(each.caught for each in result.mutations)}/{len(result.mutations)} mutations detected"
     found += "" if result.right.passed else ", but the graph as exported is wrong itself"
+    found += "" if result.reason is None else f": {reason_and_hint(result.reason)}"
     return head(result.outcome, found)
 
 

@@ -18,7 +18,7 @@ from mha_deploy.metrics import Budget
 from mha_deploy.options import OnName, ValidateOptions, silent
 from mha_deploy.runtime import cpu_backend, open_runner
 from mha_deploy.runtime.runner import Runner
-from mha_deploy.status import Outcome, derive
+from mha_deploy.status import Kind, Outcome, Reason, derive
 from mha_deploy.validation.decode import DecodeReport, case_budgets, evaluate_trace, traces_of
 from mha_deploy.validation.error_map import output_projection
 from mha_deploy.validation.fault import layer_parity
@@ -77,10 +77,22 @@ class SelfTest(Struct, frozen=True, kw_only=True):
     outcome: Outcome = Outcome.NOT_VERIFIED
     right: RightVerdict
     mutations: tuple[MutationTrial, ...] = field(name="mistakes")
+    reason: Reason | None = None  # why mutations were not detected, or none applies
+
+    @property
+    def missed(self) -> tuple[MutationTrial, ...]:
+        """The mutations that were not detected."""
+        return tuple(each for each in self.mutations if not each.caught)
 
     def __post_init__(self) -> None:
         caught = Outcome.of(Outcome.passing(each.caught) for each in self.mutations)
-        derive(self, outcome=Outcome.of([self.right.outcome, caught]))
+        reason, shares = None, [each.share for each in self.missed if each.share is not None]
+        if not self.mutations:
+            reason = Reason(kind=Kind.NOTHING_TO_MUTATE)
+        elif self.missed and len(shares) == len(self.missed) and max(shares) <= 1:
+            numbers = {"missed": len(shares), "of": len(self.mutations), "share": max(shares)}
+            reason = Reason(kind=Kind.HIDDEN_BY_ROUNDING, numbers=numbers)
+        derive(self, outcome=Outcome.of([self.right.outcome, caught]), reason=reason)
 
     def __repr__(self) -> str:
         caught = sum(each.caught for each in self.mutations)

@@ -9,12 +9,14 @@ from quantized_models import MISTAKES
 
 import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
+from mha_deploy.cli.tables import self_test_verdict
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.mutate import mutated, mutations
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis
 from mha_deploy.runtime import cpu_backend, open_runner
-from mha_deploy.validation.self_test import self_test
+from mha_deploy.status import Kind, Outcome
+from mha_deploy.validation.self_test import MutationTrial, RightVerdict, SelfTest, self_test
 
 pytestmark = pytest.mark.usefixtures("in_process")  # quicker than a child process
 
@@ -83,6 +85,30 @@ def test_every_wrong_model_is_caught_and_the_right_one_passes(bundles, name, pre
     # A wrong model that does not even run would be no proof.
     assert [each.mistake for each in result.mutations if each.share is None] == ["NaN"]
     assert result.passed
+
+
+RIGHT = RightVerdict(outcome=Outcome.PASSED, share=0.3)
+
+
+@pytest.mark.parametrize(
+    ("trials", "outcome", "kind"),
+    [
+        ([(True, 9.0), (True, None)], "passed", None),
+        ([(True, 9.0), (False, 0.31), (False, 0.2)], "failed", Kind.HIDDEN_BY_ROUNDING),
+        ([(True, 9.0), (False, None)], "failed", None),  # nothing was measured
+        ([], "not verified", Kind.NOTHING_TO_MUTATE),
+    ],
+)
+def test_what_was_not_detected_or_tried_has_a_reason_in_the_verdict(trials, outcome, kind):
+    trials = [MutationTrial(mistake=f"mistake {i}", caught=c, share=s) for i, (c, s) in enumerate(trials)]
+    result = SelfTest(right=RIGHT, mutations=tuple(trials))
+    assert result.outcome == outcome
+    assert (result.reason and result.reason.kind) == kind
+    shown = self_test_verdict(result).plain
+    assert ("; " in shown) == (kind is not None), "what to try"
+    if kind is Kind.HIDDEN_BY_ROUNDING:
+        assert result.reason.numbers == {"missed": 2, "of": 3, "share": 0.31}
+        assert "31%" in shown
 
 
 # What cannot show within the axes: the future of a single token, a past that is always empty, the share of a
