@@ -402,6 +402,12 @@ def find_uncovered(
         ranges = [axes] if engine is None else engine.manifest.ranges
         for index, profile in enumerate(ranges):
             ran_there = [one for one in sizes if are_within(one, profile)]
+            # Where everything is wrong, what ran was judged all the same.
+            ran_there = ran_there or [
+                one.sizes
+                for one in each.verdicts
+                if one.is_wrong and one.ran and are_within(one.sizes, profile)
+            ]
             if not ran_there:
                 profile_index = None if engine is None else index
                 found.append(Gap(kind=Kind.PROFILE_NOT_COVERED, name=name, profile=profile_index))

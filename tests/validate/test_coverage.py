@@ -22,8 +22,9 @@ from mha_deploy.status import Kind, Severity
 from mha_deploy.validation.verdict import coverage_findings, find_uncovered
 
 
-def judged(*sizes, engine=None, passed=True, not_decoded=None, accumulate="fp32"):
-    verdicts = [SimpleNamespace(sizes=each, passed=passed) for each in sizes]
+def judged(*sizes, engine=None, passed=True, not_decoded=None, accumulate="fp32", ran=True):
+    about = {"passed": passed, "is_wrong": not passed, "ran": ran}
+    verdicts = [SimpleNamespace(sizes=each, **about) for each in sizes]
     report = SimpleNamespace(verdicts=verdicts, cases="golden", accumulation=Accumulation(accumulate))
     runtime = SimpleNamespace(engine=engine, name="e")
     return SimpleNamespace(
@@ -50,6 +51,12 @@ def test_sizes_above_the_largest_case_are_not_verified():
         "S = 17–64"
     ]
     assert words(judged({"B": 4, "S": 64}, passed=False), judged({"B": 2, "S": 64})) != []
+
+
+def test_what_ran_and_is_wrong_everywhere_is_covered():
+    assert words(judged(*CORNERS, passed=False)) == []
+    assert words(judged(*CORNERS[:2], passed=False)) == ["B = 2–4"]
+    assert words(judged(*CORNERS, passed=False, ran=False)) == ["every size of e"]
 
 
 def test_sizes_below_the_smallest_case_are_not_verified():
