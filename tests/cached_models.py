@@ -1,5 +1,7 @@
 """Decoders of a user's own with preallocated KV caches, in the forms in which people write them."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -130,3 +132,22 @@ def window():
 
 
 FORMS = {"in_place": in_place, "ragged": ragged, "ring": ring, "window": window}
+
+
+class SmallValues(CachedDecoder):
+    """Another size for values than for keys, and values that change little."""
+
+    def forward(self, ids, cache_position, keys, values):
+        x, q, k, v = self.heads(ids, cache_position)
+        k, v = keys.index_copy(2, cache_position, k), values.index_copy(2, cache_position, v[..., :8] / 16)
+        mask = torch.arange(k.shape[2], device=ids.device) <= cache_position[:, None]
+        y = F.scaled_dot_product_attention(q, k, F.pad(v, (0, 8)), attn_mask=mask, enable_gqa=True)
+        logits = self.logits(x + self.out(y.transpose(1, 2).flatten(-2)))
+        return {"logits": logits, "keys_out": k, "values_out": v}
+
+
+def forgotten_values():
+    """A mistake: kv_cache does not name the values, which have other axes than the keys."""
+    made = deployable(SmallValues(), tokens="1:4:8")
+    values = Example(torch.randn(2, KV_HEADS, 24, 8) / 16, "B", None, "T")
+    return replace(made, inputs={**made.inputs, "values": values}, kv_cache={"keys": "keys_out"})

@@ -67,6 +67,7 @@ _ONE_FLOW = "a module whose control flow does not depend on sizes or values"
 _NO_WIDER = "inputs on which it is finite, as Example(draw=...) draws them; no other precision helps"
 _SAME_PROGRAM = 0.25
 _SAME_CALLS = 1e-5  # in FP64
+_DIFFERENT_CALLS = "Decoding token by token gives something else than one call with all tokens."
 # Rounding to FP16 costs less than this many layers deep; more is a mistake, not rounding.
 _LARGEST_ERROR = 0.05
 
@@ -210,13 +211,10 @@ class Capture(ABC):
         self.refuse_overflow(
             GoldenCase(name=name, sizes={}, inputs={}, oracle=trace.oracle, eager=eager, baselines={})
         )
-        what = "Decoding token by token gives something else than one call with all tokens."
-        hint = "let new tokens attend to cached ones and none after them, at positions that continue theirs"
-        hint += ", and to no entry that no token wrote" if cache.is_preallocated else ""
-        hint += "; without kv_cache= decoding is not validated"
         same = all(eager[name].shape == array.shape for name, array in oracle.items())
         got, true = (trace.defined(each) if same else each for each in (eager, oracle))
-        refuse_large_error(f"{name}, after {steps} steps", got, true, _SAME_PROGRAM, what, hint)
+        where, hint = f"{name}, after {steps} steps", _decoding_hint(cache)
+        refuse_large_error(where, got, true, _SAME_PROGRAM, _DIFFERENT_CALLS, hint)
         return replace(trace, eager=eager)
 
     def _decode(self, trace: DecodeTrace, held: Feeds) -> Arrays:
@@ -251,6 +249,20 @@ class Capture(ABC):
             for each in cache.tensors
         }
         return {n: take_tokens(eager[n], axis, order) for n, axis in cache.outputs.items()} | entries
+
+
+def _decoding_hint(cache: KVCache) -> str:
+    """What to try where decoding depends on which tokens come in one call."""
+    hint = "let new tokens attend to cached ones and none after them, at positions that continue theirs"
+    hint += ", and to no entry that no token wrote" if cache.is_preallocated else ""
+    hint += "; name every cached input in kv_cache, each with its own output"
+    return f"{hint}; without kv_cache= decoding is not validated"
+
+
+def _refuse_difference(got: Arrays, name: str, cache: KVCache, true: Arrays, what: str, hint: str) -> None:
+    """Refuse outputs by token that other calls change: in FP64, where no rounding explains it."""
+    outputs, wanted = ({key: each[key] for key in cache.outputs} for each in (got, true))
+    refuse_large_error(name, outputs, wanted, _SAME_CALLS, what, hint)
 
 
 # -- Of a catalog layer, which runs in FP64 itself -------------------------------------------------
@@ -416,28 +428,29 @@ class ModuleCapture(Capture):
         sizes = cache.call_sizes(spec, len(planned.prompt), L, 0)
         feeds = self.draw(PlannedCase(name=planned.name, sizes=sizes, past=0))
         most, prompt = spec.axes[cache.new].max, int(max(planned.prompt))
-        whole, in_two = [*range(0, L, most), L], [*range(0, prompt, most), *range(prompt, L, most), L]
+        whole, other = [*range(0, L, most), L], [*range(0, prompt, most), *range(prompt + 1, L, most), L]
+        other = sorted({*other, prompt})  # a token by itself behind the prompt
         held = {each.input: feeds[each.input] for each in cache.tensors}
-        if not cache.is_preallocated:
-            return dict(feeds), partial(self._run_calls, cache, dict(feeds), held, whole)
         empty = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
         if not cache.is_in_order:
-            whole = in_two = [*range(0, prompt, most), *range(prompt, L + 1)]
+            whole = other = [*range(0, prompt, most), *range(prompt, L + 1)]
             feeds |= empty
-        run = partial(self._run_calls, cache, feeds)
-        mode = Float64()
-        first, second = run(empty, whole, mode), run(held, in_two, mode)
-        what = "A KV cache that holds other numbers where no token wrote, or other calls, change the outputs."
-        hint = "let tokens attend only to entries that were written, up to their own position"
-        refuse_large_error(
-            planned.name,
-            {name: second[name] for name in cache.outputs},
-            {name: first[name] for name in cache.outputs},
-            _SAME_CALLS,
-            what,
-            hint,
-        )
-        return feeds, lambda mode: run(empty, whole, mode)
+        run, mode = partial(self._run_calls, cache, feeds), Float64()
+        true, where = run(empty, whole, mode), planned.name
+        decoding = (where, cache, true, _DIFFERENT_CALLS, _decoding_hint(cache))
+        if not cache.is_preallocated:
+            if all(np.isfinite(true[name]).all() for name in cache.outputs):  # else refused with its cause
+                _refuse_difference(run(empty, other, mode), *decoding)
+        else:
+            what = "A KV cache that holds other numbers where no token wrote changes the outputs."
+            hint = "let tokens attend only to entries that were written, up to their own position"
+            hint += "; an empty cache is all zeros"
+            try:  # both mistakes at once
+                _refuse_difference(run(held, other, mode), *decoding)
+            except ExportError:
+                _refuse_difference(run(held, whole, mode), where, cache, true, what, hint)
+                raise
+        return dict(feeds), lambda mode: run(empty, whole, mode)
 
     def _run_calls(
         self, cache: KVCache, feeds: Feeds, held: Feeds, bounds: Sequence[int], mode: Float64

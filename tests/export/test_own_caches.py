@@ -196,6 +196,22 @@ def test_a_module_that_reads_what_no_token_wrote_is_refused(tmp_path):
         md.export(cached_models.without_mask(), tmp_path / "bundle", precision="fp16", golden=("min",))
 
 
+def near_positions():
+    """A mistake: positions begin again in every call, which changes little."""
+    made = own_models.decoder(offset=False)
+    with torch.no_grad():
+        made.module.positions.weight /= 64
+    return made
+
+
+@pytest.mark.parametrize(
+    "make", [cached_models.forgotten_values, pytest.param(near_positions, marks=pytest.mark.slow)]
+)
+def test_a_small_difference_between_decoding_and_one_call_is_refused(make, tmp_path):
+    with pytest.raises(ExportError, match="one call with all tokens"):
+        md.export(make(), tmp_path / "bundle", precision="fp32", golden=("min",))
+
+
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
 def test_a_cache_of_transformers_goes_in_and_out_as_tensors(cache):
     """The wrapped model decodes as the model itself does with the library's own cache."""
