@@ -167,7 +167,7 @@ def _check(given: Deployable, reference: str, name: str) -> UserModule:
         raise ExportError(what, got=found[1], hint=hint)
     if not placing:
         _check_caches(given.kv_cache, given.inputs, dims, axes)
-    _check_positions(placing, given.inputs, dims)
+    _check_positions(placing, given.inputs, dims, given.kv_cache)
     _check_forward(given.module, given.inputs)
     if not all(isinstance(each, str) and each for each in given.outputs):
         raise ExportError("An output has no name.", got=list(given.outputs), hint='outputs=("y",)')
@@ -198,18 +198,50 @@ def _check_caches(cached: Mapping[str, str], inputs: Mapping[str, Example], dims
         raise ExportError(what, got=got, hint=hint)
 
 
-def _check_positions(placing: Sequence[str], inputs: Mapping[str, Example], dims: _Dims) -> None:
+def _check_positions(
+    placing: Sequence[str], inputs: Mapping[str, Example], dims: _Dims, cached: Iterable[str]
+) -> None:
     """Refuse inputs that cannot hold positions, or a number of tokens."""
     for name in placing:
-        dtype, named = inputs[name].tensor.dtype, [dim for dim in dims[name] if dim != 1]
-        if dtype not in (torch.int32, torch.int64):
+        dtype, (has_axes, tokens) = inputs[name].tensor.dtype, _placed_along(dims[name])
+        if dtype not in _WHOLE:
             raise ExportError(f"Positions {name} are not whole numbers.", got=dtype, hint="int64 or int32")
-        others = [dim for dim in named if dim != "B"]
-        if named not in (["B", *others], others) or len(others) > 1 or not all(map(_is_name, others)):
-            hint = 'the axes "B", "S", both, or none: the tokens of which are placed'
+        axes = 'the axes "B", "S", both, or none: the tokens of which are placed'
+        if not has_axes:
             raise ExportError(
-                f"Positions {name} have axes that tokens do not have.", got=dims[name], hint=hint
+                f"Positions {name} have axes that tokens do not have.", got=dims[name], hint=axes
             )
+        counting = [each for each in _counting(inputs, dims, cached) if each not in placing]
+        if counting and tokens is not None and bool((inputs[name].tensor.diff(dim=tokens) < 0).any()):
+            what = f"Positions {name} do not count the tokens, and another input does."
+            got = ", ".join(f"{each} {_first_numbers(inputs[each].tensor)}" for each in (name, counting[0]))
+            hint = f'positions="{counting[0]}": whole numbers with {axes}'
+            raise ExportError(what, got=got, hint=hint)
+
+
+_WHOLE = (torch.int32, torch.int64)
+
+
+def _placed_along(dims: Sequence[Dim]) -> tuple[bool, int | None]:
+    """Whether an input of these dimensions can place tokens, and the dimension with one entry for each."""
+    named = [dim for dim in dims if dim != 1]
+    others = [dim for dim in named if dim != "B"]
+    can_place = named in (["B", *others], others) and len(others) < 2 and all(map(_is_name, others))
+    return can_place, dims.index(others[0]) if can_place and others else None
+
+
+def _counting(inputs: Mapping[str, Example], dims: _Dims, cached: Iterable[str]) -> list[str]:
+    """The inputs whose examples hold successive positions of tokens."""
+    found = []
+    for name in (name for name in inputs if name not in cached):
+        tensor, (_, tokens) = inputs[name].tensor, _placed_along(dims[name])
+        if tensor.dtype in _WHOLE and tokens is not None and tensor.shape[tokens] > 1:
+            found += [name] if bool((tensor.diff(dim=tokens) == 1).all()) else []
+    return found
+
+
+def _first_numbers(tensor: Tensor) -> list[int]:
+    return [int(number) for number in tensor.flatten()[:4]]
 
 
 def _is_name(dim: Dim) -> bool:

@@ -499,6 +499,9 @@ class ModuleSpec(ModelSpec):
             longest = self.longest or min(room.values(), default=_LARGEST_SIZE)
             what, got = "One call may bring more tokens than fit.", f"{new} up to {self.axes[new].max}"
             refuse(self.axes[new].max > longest, what, got, f"{new} up to {longest}, or a larger cache")
+            by_token, by_output = along(taken, new), along(made, new)
+            following = [each for each in self.inputs if each.name in by_token]
+            following += [each for each in self.outputs if each.name in by_output]
             return KVCache(
                 tensors=tuple(
                     CachedTensor(
@@ -514,11 +517,11 @@ class ModuleSpec(ModelSpec):
                 new=new,
                 past=None,
                 room=longest,
-                by_token=along(taken, new),
+                by_token=by_token,
                 by_context={},
-                outputs=along(made, new),
+                outputs=by_output,
                 positions=placed,
-                by_element=bool(placed) and all(self._has_batch(tensor) for tensor in placed),
+                by_element=bool(placed) and all(self._has_batch(tensor) for tensor in (*placed, *following)),
             )
         found = {name: _growing_axis(name, taken[name], made[self.cached[name]]) for name in self.cached}
         (_, past, new), *others = found.values()

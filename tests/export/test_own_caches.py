@@ -127,6 +127,22 @@ def test_positions_that_are_none_are_refused_before_the_export(change, tmp_path)
         md.export(replace(cached_models.in_place(), **change), tmp_path / "bundle")
 
 
+@pytest.mark.parametrize("by", ["ids", ("ids",)])
+def test_positions_that_name_the_token_ids_are_refused_with_the_input_that_counts(by, tmp_path):
+    with pytest.raises(ExportError, match="ids") as caught:
+        md.export(replace(cached_models.in_place(), positions=by), tmp_path / "bundle")
+    assert 'positions="cache_position"' in caught.value.hint
+
+
+def test_prompts_have_one_length_where_not_every_input_by_token_has_the_batch():
+    placed = spec(placing("B", "S"))
+    assert placed.kv_cache.is_ragged
+    assert plan_trace(placed).prompt == (8, 4, 2)
+    shared = TensorSpec(name="shared", kind="int64", dims=("S",))
+    mixed = replace(placed, inputs=(*placed.inputs, shared))
+    assert plan_trace(mixed).prompt == (8, 8, 8)
+
+
 class Late(Runner):
     """A runner that places every token one too late."""
 
