@@ -387,6 +387,8 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
     if name == LONG_PAST:
         found = long_past(spec, spec.axes, budget)
         if not found:
+            if spec.kv_cache is not None:
+                return "no input places the tokens in the KV cache (positions=)"
             return "the model has no KV cache"
         if not budget.allows(spec, found[0].sizes):
             return f"no past as long as the optimum fits {budget}"

@@ -38,7 +38,13 @@ from mha_deploy.exporter.explain import first_cause, onnx_program
 from mha_deploy.exporter.file_program import FileProgram
 from mha_deploy.exporter.golden import LayerCapture, ModuleCapture, arrays_of
 from mha_deploy.exporter.observe import attention_values
-from mha_deploy.exporter.own_model import UserModule, draw_user_inputs, open_user_module, state_digest
+from mha_deploy.exporter.own_model import (
+    UserModule,
+    draw_user_inputs,
+    open_user_module,
+    refuse_wrong_cache,
+    state_digest,
+)
 from mha_deploy.exporter.program import export_program
 from mha_deploy.graph.file import move_weights
 from mha_deploy.graph.fuse import share_tied_weights
@@ -379,6 +385,7 @@ class ModuleSource(flow.ExportSource):
         self.steps += bool(user.kv_cache)
         self.step("ONNX graph")
         exported = export_user_module(user, opset=self.opset)
+        refuse_wrong_cache(user, exported)
         self.shrunk = [
             ShrunkRange(
                 axis=name,

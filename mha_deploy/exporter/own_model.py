@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from mha_deploy.bundle.cases import place_tokens
 from mha_deploy.errors import BundleError, ExportError, nearest
-from mha_deploy.exporter.axes import draw_one, shape_of
+from mha_deploy.exporter.axes import ExportedModule, draw_one, shape_of
+from mha_deploy.exporter.explain import run_explained
+from mha_deploy.graph.ir import dims as dims_of
 from mha_deploy.model.deployable import Deployable, Example
 from mha_deploy.model.precision import PRECISIONS, Precision
 from mha_deploy.model.spec import (
@@ -192,10 +194,15 @@ def _check_caches(cached: Mapping[str, str], inputs: Mapping[str, Example], dims
 
     grown = {kind(name): name for name in cached if any(kind(name)[2:])}  # not by the batch alone
     if missing := [name for name in inputs if name not in cached and kind(name) in grown]:
-        what = "Inputs have the axes of the KV cache, and kv_cache does not have them."
-        got = f"{', '.join(missing)}, with the axes of {grown[kind(missing[0])]}"
-        hint = f'kv_cache with "{missing[0]}" and the output that takes its place, or another axis for it'
-        raise ExportError(what, got=got, hint=hint)
+        raise _half_declared(missing, grown[kind(missing[0])])
+
+
+def _half_declared(missing: Sequence[str], other: str, free: Sequence[str] = ()) -> ExportError:
+    """Inputs that look like the cached input `other`, and outputs that may take their places."""
+    what = "Inputs have the axes of the KV cache, and kv_cache does not have them."
+    place = f", such as {free[0]}" if free else ""
+    hint = f'kv_cache with "{missing[0]}" and the output that takes its place{place}, or another axis for it'
+    return ExportError(what, got=f"{', '.join(missing)}, with the axes of {other}", hint=hint)
 
 
 def _check_positions(
@@ -352,6 +359,41 @@ def _check_forward(module: nn.Module, inputs: Mapping[str, Example]) -> None:
         raise ExportError("forward() takes no such input.", got=strange[0], hint=hint)
     if missing := [key for key, each in known.items() if each.default is each.empty and key not in inputs]:
         raise ExportError("forward() needs inputs that have no example.", got=", ".join(missing), hint=_SEE)
+
+
+def refuse_wrong_cache(user: UserModule, exported: ExportedModule) -> None:
+    """Refuse a preallocated KV cache that is declared in part, or whose outputs hold no new entries."""
+    graph, cached = exported.model.graph, user.kv_cache
+    types = {str(value.name): value.dtype for value in (*graph.inputs, *graph.outputs)}
+    taken = {str(value.name): (value.dtype, *dims_of(value)) for value in graph.inputs}
+    made = {name: (types[name], *found) for name, found in exported.outputs.items()}
+    same = [name for name, output in cached.items() if name in taken and taken[name] == made.get(output)]
+    if not same or len(same) < len(cached):
+        return  # none, or one that grows
+    if not user.positions:
+        counting = [name for name in _counting(user.inputs, user.dims, cached) if name not in exported.tables]
+        if counting:
+            what, got = "A preallocated KV cache needs positions=.", f"{counting[0]} counts the tokens"
+            raise ExportError(what, got=got, hint=f'positions="{counting[0]}"')
+        return  # the state of a recurrent model, or a cache that only keeps the order of its entries
+    kinds = {taken[name]: name for name in cached}
+    free = [name for name, kind in made.items() if name not in cached.values() and kind in kinds]
+    if not free:
+        return
+    others = [name for name in user.inputs if name not in cached and taken.get(name) in kinds]
+    if missing := [name for name in others if name not in user.positions]:
+        raise _half_declared(missing, kinds[taken[missing[0]]], free)
+    # What a module changes in place is returned for it, also if it returns it itself under another name.
+    examples = user.examples
+    results = run_explained(
+        user.module, examples, "the sizes of its example", hint="an example that it takes"
+    )
+    outputs = dict(zip(exported.outputs, results, strict=True))
+    for name, output in cached.items():
+        if torch.equal(outputs[output], examples[name]):
+            what = "An output that kv_cache names is the cached input, without new entries."
+            near = nearest(output, [each for each in free if made[each] == taken[name]] or free)
+            raise ExportError(what, got=f"{output} is {name}", hint=near)
 
 
 # -- A user's module with its weights, in the precision of an export -------------------------------

@@ -10,8 +10,10 @@ import torch
 
 import mha_deploy as md
 from mha_deploy.bundle.cases import plan_trace, position_inputs
+from mha_deploy.bundle.sizes import golden_budget, planned_cases
 from mha_deploy.errors import DeployError, ExportError, SpecError
 from mha_deploy.model.spec import Axis, ModuleSpec, TensorSpec
+from mha_deploy.options import ExportOptions
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.status import Outcome
 
@@ -141,6 +143,36 @@ def test_prompts_have_one_length_where_not_every_input_by_token_has_the_batch():
     shared = TensorSpec(name="shared", kind="int64", dims=("S",))
     mixed = replace(placed, inputs=(*placed.inputs, shared))
     assert plan_trace(mixed).prompt == (8, 8, 8)
+
+
+NAMED = {"keys": "keys_out", "values": "values_out"}
+
+
+@pytest.mark.parametrize(
+    ("change", "got", "near"),
+    [
+        ({"kv_cache": {"keys": "keys_out"}}, "values", "values_out"),
+        ({"kv_cache": {**NAMED, "values": "value_out"}}, "value_out", "values_out"),
+        ({"positions": ()}, "cache_position", "positions="),
+    ],
+)
+def test_a_preallocated_cache_that_is_declared_in_part_is_refused_with_what_is_missing(
+    change, got, near, tmp_path
+):
+    steps, made = [], replace(cached_models.ring(), **change)
+    with pytest.raises(ExportError) as caught:
+        md.export(made, tmp_path / "bundle", on_step=lambda name, *_: steps.append(name))
+    assert got in caught.value.got
+    assert near in caught.value.hint
+    assert "golden case opt" not in steps
+
+
+def test_the_note_on_a_cache_without_positions_does_not_deny_the_cache():
+    notes = []
+    assert not list(planned_cases(spec, ("long-past",), golden_budget(ExportOptions()), notes))
+    (note,) = notes
+    assert "positions=" in note
+    assert "no KV cache" not in note
 
 
 class Late(Runner):
