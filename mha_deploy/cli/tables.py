@@ -683,8 +683,11 @@ def self_test_verdict(result: SelfTest) -> Text:
     return head(result.outcome, found)
 
 
-def bisection_renderable(found: Bisection) -> RenderableType:
-    """Where the first wrong result is."""
+_MANY_NODES = 20
+
+
+def bisection_renderable(found: Bisection, *, verbose: bool = False) -> RenderableType:
+    """Where the first wrong result is; with `verbose`, all nodes that could not be compared."""
     runs = plural(found.runs, "run")
     if found.wrong is None:
         words = "the outputs of every golden case that it takes are right: nothing to bisect"
@@ -697,18 +700,25 @@ def bisection_renderable(found: Bisection) -> RenderableType:
         lines.append(f"first wrong attention of {found.attentions}: {first} ({last})")
     node = found.first_node
     if node is not None:
-        lines.append(f"first wrong node: {node.operator} {node.node}, value {node.value}: {node.problem}")
+        unnamed = node.node == f"{node.operator} {node.value}"
+        title = node.node if unnamed else f"{node.operator} {node.node}, value {node.value}"
+        lines.append(f"first wrong node: {title}: {node.problem}")
         if node.shown_at is not None:
             lines.append(f"compared behind it, at {node.shown_at}: what lies between only moves numbers")
         if node.constants:
             lines.append(f"constants that differ from the bundle's graph: {', '.join(node.constants)}")
-    names = ", ".join(found.unseen[:4]) + (", …" if len(found.unseen) > 4 else "")
+
+    def unseen(count: int) -> str:
+        more = ", …" if len(found.unseen) > count else ""
+        return ", ".join(found.unseen[:count]) + more
+
     if found.unseen:
+        names = unseen(len(found.unseen) if verbose else _MANY_NODES)
         lines.append(f"nodes before it whose results could not be compared: {len(found.unseen)} ({names})")
     reasons = [each for each in (found.doubt, found.module_unused) if each is not None]
     lines += [f"warning: {reason_text(reason)}" for reason in reasons]
     if node is not None:
-        name = f"first at {node.node}" + (f", or before it in {names}" if found.unseen else "")
+        name = f"first at {node.node}" + (f", or before it in {unseen(4)}" if found.unseen else "")
     elif found.first_wrong or found.last_right:
         start, end = found.last_right or "the inputs", found.first_wrong or "the outputs"
         name = f"between {start} and {end}, at an unknown node"

@@ -575,7 +575,11 @@ def bisect(bundle: Path = BUNDLE, **options: Any) -> Result:
     with show_steps(f"bisect {opened.manifest.spec.name}", LIBRARIES) as on_step:
         found = md.bisect(opened, on_step=on_step, **options)
 
-    return Result(to_builtins(found), lambda: [tables.bisection_renderable(found)], outcome=found.outcome)
+    return Result(
+        to_builtins(found),
+        lambda: [tables.bisection_renderable(found, verbose=is_verbose())],
+        outcome=found.outcome,
+    )
 
 
 @verb(options_of(BenchOptions), CONTROL)

@@ -35,7 +35,7 @@ from mha_deploy.engine.build import twin_opener
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.graph.file import load_graph, value_named, with_outputs
-from mha_deploy.graph.ir import input_at, is_op, nodes_behind
+from mha_deploy.graph.ir import infer_shapes, input_at, is_op, nodes_behind
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.roles import CARRIES
 from mha_deploy.graph.upcast import float32_twin, unfused_twin
@@ -236,7 +236,7 @@ def _judge_layers(case: GoldenCase, got: Arrays, precision: Precision) -> list[O
 class Suspect(Struct, frozen=True, kw_only=True):
     """A node that may be at fault."""
 
-    node: str  # its name
+    node: str  # its name; without one, its operator and its result
     operator: str  # what it does
     value: str  # its result
     problem: str | None  # what is wrong with the result
@@ -259,7 +259,8 @@ class Bisection(Struct, frozen=True, kw_only=True):
     last_right: str | None = None  # the last attention that is right, if any is
     first_wrong: str | None = None  # the first that is wrong, if any is
     first_node: Suspect | None = None  # the first node whose result is wrong
-    # Nodes before it whose results the reference or the runtime does not have: it may be one of them
+    # Nodes before it whose results the reference or the runtime does not have: it may be one of them. Those
+    # that read changed constants are first, those that compute no floats last
     unseen: tuple[str, ...] = ()
     runs: int  # how often the runtime was built or opened, the whole model included
     reference: str = ""  # what the values inside were compared with
@@ -352,6 +353,11 @@ def _value_names(model: ir.Model) -> set[str]:
     return {str(value.name) for node in model.graph for value in node.outputs}
 
 
+def _title(node: ir.Node) -> str:
+    """What a node is called; a file need not name its nodes."""
+    return node.name or " ".join([node.op_type, *(str(value.name) for value in node.outputs[:1])])
+
+
 def _mask_nodes(model: ir.Model) -> set[ir.Node]:
     """The nodes that the masks of attentions are computed by; not those that only give a size."""
     masks = [input_at(node, 3) for node in model.graph if is_op(node, "Attention")]
@@ -383,6 +389,8 @@ class _FaultSearch:
         self.precision, self.open_model, self.on_step = bundle.manifest.precision, open_model, on_step
         own = load_graph(bundle.model_path)
         self.model, self.layers = own if graph is None else load_graph(graph), layers_case(bundle)
+        if any(value.dtype is None for node in self.model.graph for value in node.outputs):
+            infer_shapes(self.model)  # a file need not state types, and only floats are compared
         self.own_constants = own.graph.initializers
         self.masks = _mask_nodes(self.model)
         self.bundle, self.case, self.runs = bundle, case_to_bisect(bundle), 0
@@ -501,16 +509,17 @@ class _FaultSearch:
         shown = next((node for node in suspects if node in problems), None)
         path = [] if shown is None else self._carried(shown, within, wanted)
         others = [node for node in suspects if node not in problems and node not in path]
-        unseen = [str(node.name) for node in others]
+        others.sort(key=lambda node: (not self._changed([node]), node.outputs[0].dtype not in _FLOATS))
+        unseen = [_title(node) for node in others]
         if shown is None:
             return None, unseen
         node = path[-1]
         return Suspect(
-            node=str(node.name),
+            node=_title(node),
             operator=node.op_type,
             value=results[node],
             problem=problems[shown],
-            shown_at=None if node is shown else str(shown.name),
+            shown_at=None if node is shown else _title(shown),
             constants=self._changed([*others, *path]),
         ), unseen
 
@@ -522,6 +531,10 @@ class _FaultSearch:
             if value is None or own is None or value.const_value is None or own.const_value is None:
                 continue
             got, want = value.const_value.numpy(), own.const_value.numpy()
+            floats = {value.dtype, own.dtype} <= _FLOATS
+            if floats and got.itemsize != want.itemsize:  # of a file in another precision
+                narrow = min(got.dtype, want.dtype, key=lambda dtype: dtype.itemsize)
+                got, want = got.astype(narrow), want.astype(narrow)
             # By chance, an exporter gives one name to different things.
             if got.shape == want.shape and got.dtype == want.dtype and got.tobytes() != want.tobytes():
                 found[str(value.name)] = None

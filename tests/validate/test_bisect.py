@@ -350,3 +350,29 @@ def test_numbers_that_hide_keys_do_not_hide_a_wrong_number_of_a_mask(tmp_path, r
     assert (found.first_node.operator, found.first_node.value) == ("Add", "mask")
     assert found.first_node.constants == ("bias",)
     assert "bias" in run_cli("bisect", bundle.path, "--graph", tmp_path / "other.onnx").out
+
+
+def test_a_file_that_states_no_types_and_names_no_nodes_is_bisected(tmp_path, run_cli):
+    text = """<ir_version: 10, opset_import: ["": 23]>
+    g (float[B, 4, 16] x) => (float[B, 4, 16] y) {
+        values = MatMul(x, weight)
+        attended = Attention<q_num_heads = 2, kv_num_heads = 2>(x, x, values)
+        y = Relu(attended)
+    }"""
+    model = onnx.parser.parse_model(text)
+    weight = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32) / 4
+    model.graph.initializer.append(numpy_helper.from_array(weight, "weight"))
+    onnx.save(model, tmp_path / "model.onnx")
+    bundle = md.export(tmp_path / "model.onnx", tmp_path / "bundle", golden=("opt",))
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(1.02 * weight, "weight"))
+    onnx.save(model, tmp_path / "other.onnx")
+    found = md.bisect(bundle, "ort-cpu", graph=tmp_path / "other.onnx")
+    assert (found.first_node.node, found.first_node.value) == ("MatMul values", "values")
+    assert found.first_node.constants == ("weight",)  # in another precision than the bundle's
+    assert not found.unseen
+    model.graph.node[0].output[0] = model.graph.node[1].input[2] = "elsewhere"
+    onnx.save(model, tmp_path / "other.onnx")
+    found = md.bisect(bundle, "ort-cpu", graph=tmp_path / "other.onnx")
+    assert found.first_node.value == "attended"
+    assert found.unseen == ("MatMul elsewhere",)
+    assert "MatMul elsewhere" in run_cli("bisect", bundle.path, "--graph", tmp_path / "other.onnx").out
