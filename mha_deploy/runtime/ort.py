@@ -108,7 +108,10 @@ _NO_BFLOAT16 = "--backend onnx-reference (ONNX Runtime's CPU kernels have no bfl
 
 
 class OrtCpuRunner(Runner):
-    """A graph in ONNX Runtime with the CPU provider and no other."""
+    """A graph in ONNX Runtime with the CPU provider and no other.
+
+    At level BASIC: the graph is judged, not ONNX Runtime's fusions, and level ALL crashes on some graphs.
+    """
 
     def __init__(self, model: Path | ir.Model) -> None:
         ort = import_onnxruntime()
