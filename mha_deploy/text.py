@@ -312,8 +312,13 @@ def _about_outputs(finding: Finding) -> str:
     status = "wrong" if finding.kind is Kind.WRONG_OUTPUTS else "not verified"
     what = "attentions" if place.cases == "layers" else "outputs"
     first = f"{place.case}/{place.output}: {reason_and_hint(finding.reason, share=count.get('share'))}"
-    counts = f"{count['failed']:.0f} of {count['judged']:.0f} {what}"
-    return f"{place.runner} is {status} on {counts} ({place.cases}; {first})"
+    not_run = count.get("not_run", 0)  # those have no result that could be wrong
+    judged, parts = f" of {count['judged']:.0f} {what}", list[str]()
+    if wrong := count["failed"] - not_run:
+        parts.append(f"is {status} on {wrong:.0f}{judged}")
+    if not_run:
+        parts.append(f"has no result for {not_run:.0f}{'' if wrong else judged}")
+    return f"{place.runner} {' and '.join(parts)} ({place.cases}; {first})"
 
 
 def _about_decoding(finding: Finding) -> str:

@@ -574,6 +574,8 @@ def _about_runtimes(evaluations: Sequence[Evaluation], options: ValidateOptions)
                 "failed": sum(len(failed) for *_, failed in alike),
                 "judged": sum(len(report.verdicts) for report in reports),
             }
+            if not_run := sum(not verdict.ran for *_, failed in alike for verdict in failed):
+                numbers["not_run"] = not_run
             if math.isfinite(_share(worst)):
                 numbers["share"] = _share(worst)
             cases = " and ".join(dict.fromkeys(report.cases for report in reports))

@@ -273,6 +273,26 @@ def test_a_runner_of_ones_own_is_judged_and_stays_open(bundle, change, outcome):
     assert (subject["kind"], subject["name"], subject["sha256"]) == ("runner", "mine 1.0", None)
 
 
+@pytest.mark.parametrize("answers", [0, 1])
+def test_outputs_that_were_not_computed_are_not_called_wrong(bundle, answers):
+    """As of a graph with sizes in it, which runs at one size only."""
+    calls = iter(range(100))
+
+    def change(results):
+        if next(calls) >= answers:
+            raise DeployError("One size only.", hint="none")
+        return {"y": results["output"] * np.float16(1.05)}
+
+    with Own(bundle, change) as runner:
+        report = md.validate(bundle, runners=[runner], **QUICK)
+    assert report.outcome == "failed"
+    found = [each for each in report.findings if each.kind is Kind.WRONG_OUTPUTS]
+    failed, absent = (sum(each.numbers.get(key, 0) for each in found) for key in ("failed", "not_run"))
+    assert failed - absent == answers
+    assert absent > 0
+    assert any("wrong" in each.text for each in found) == bool(answers)
+
+
 def test_a_polygraphy_runner_is_judged(bundle):
     onnxrt = pytest.importorskip("polygraphy.backend.onnxrt")
     load = onnxrt.SessionFromOnnx(str(bundle.model_path), providers=["cpu"])
