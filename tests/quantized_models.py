@@ -3,7 +3,7 @@
 from functools import cache
 
 import numpy as np
-from onnx import TensorProto, helper, numpy_helper, save
+from onnx import TensorProto, helper, numpy_helper, parser, save
 
 WIDTH, HEADS, CLASSES = 64, 4, 8
 GEMMS = ("q", "k", "v", "out", "up", "down", "head")
@@ -130,6 +130,25 @@ def multihead(path, *, changed=None):
 def samples(count=6, *, spread=1.0, seed=1, length=8):
     dice = np.random.default_rng(seed)
     return [{"x": (spread * dice.normal(size=(2, length, WIDTH))).astype("f")} for _ in range(count)]
+
+
+def padded(path):
+    """Write a file with one head and a GEMM behind it, in which a key is hidden where its mask is true."""
+    text = f"""<ir_version: 10, opset_import: ["": 23]>
+    padded (float[B, S, {WIDTH}] x, bool[B, S] hidden) => (float[B, S, {WIDTH}] y) <float minus = {{-inf}}> {{
+        turned = Transpose<perm = [0, 2, 1]>(x)
+        scores = MatMul(x, turned)
+        one = Constant<value_ints: ints = [1]>()
+        row = Unsqueeze(hidden, one)
+        masked = Where(row, minus, scores)
+        weights = Softmax<axis = -1>(masked)
+        seen = MatMul(weights, x)
+        y = MatMul(seen, w)
+    }}"""
+    model = parser.parse_model(text)
+    model.graph.initializer.append(numpy_helper.from_array(weights()["out"], "w"))
+    save(model, path)
+    return path
 
 
 MISTAKES = {

@@ -44,6 +44,7 @@ _ORDERED = {"TopK": -1, "ArgMax": 0, "ArgMin": 0}  # with the axis by default
 _QUANTIZED = frozenset(QUANTIZERS)  # their scales are in the precision, too
 _COMPARED = frozenset({"Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Round", "Floor", "Ceil", "Sign"})
 _COMPARED |= {"QuantizeLinear", "DynamicQuantizeLinear"}
+_INTEGER_GEMMS = frozenset({"MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv"})
 _DECISION_ELEMENTS = 1 << 22
 _FLOAT32_BITS = PRECISIONS["fp32"].significand_bits
 _FP8_LEAST, _FP8_FRACTION = -6, 3  # the least exponent of E4M3, and the bits behind the point
@@ -138,8 +139,12 @@ class FileRounding(RoundingMode):
             inputs = tuple(self._operand(node, at, each) for at, each in enumerate(inputs))
         if operator in _ORDERED or operator in _COMPARED:
             return self._decide(node, run, inputs)
-        if operator == "DequantizeLinear" and inputs[0].dtype == np.float64:  # softmax weights of a sample
-            return (inputs[0] * _along(inputs[1], inputs[0], getattr(node.evaluated, "axis", 1)),)
+        if operator == "DequantizeLinear" and inputs[0].dtype == np.float64:  # softmax weights, or NaN in it
+            return (_dequantized(inputs, getattr(node.evaluated, "axis", 1)),)
+        if operator in _INTEGER_GEMMS and any(map(_has_nan, inputs)):
+            # Which of its results depend on NaN is not worth a distinction.
+            whole = run(*(np.zeros_like(x, np.int8) if _has_nan(x) else x for x in inputs))
+            return tuple(np.full(np.shape(each), np.nan) for each in whole)
         if operator == "Attention":
             inputs = _fully_masked_alike(node, inputs)
         outputs = run(*inputs)
@@ -227,7 +232,7 @@ class FileRounding(RoundingMode):
         self.decisions.append(noted.copy() if noted.size <= _DECISION_ELEMENTS else None)
         change = self._changes[index] if index < len(self._changes) else None
         if change is None or change.shape != noted.shape:
-            return outputs
+            return _with_nan(outputs, operand) if operator == "QuantizeLinear" else outputs
         moved = self._sign * MARGIN * change
         if operator == "QuantizeLinear":
             # What goes to another level in many samples is in them already.
@@ -240,10 +245,11 @@ class FileRounding(RoundingMode):
         others = run(operand + moved * unit, *inputs[1:])
         if operator == "TopK":  # other places, the same numbers
             others = (np.take_along_axis(operand, others[1], along), *others[1:])
-        if all(a.dtype == np.float64 or np.array_equal(a, b) for a, b in zip(outputs, others, strict=True)):
-            return outputs
-        self.changed = True
-        return others
+        if not all(
+            a.dtype == np.float64 or np.array_equal(a, b) for a, b in zip(outputs, others, strict=True)
+        ):
+            self.changed, outputs = True, others
+        return _with_nan(outputs, operand) if operator == "QuantizeLinear" else outputs
 
     def _before_the_sum(self, run: Compute) -> Compute:
         """Quantizes the weights of a softmax to FP8 as a fused kernel may.
@@ -287,6 +293,24 @@ def _fully_masked_alike(node: FileNode, inputs: Inputs) -> Inputs:
         heads = query.reshape(*query.shape[:2], node.evaluated.q_num_heads, -1).swapaxes(1, 2)
         query = np.where(masked, 0.0, heads).swapaxes(1, 2).reshape(query.shape)
     return (query, *inputs[1:3], np.where(masked, mask - best, mask), *inputs[4:])
+
+
+def _has_nan(array: Any) -> bool:
+    return isinstance(array, np.ndarray) and array.dtype == np.float64 and bool(np.isnan(array).any())
+
+
+def _with_nan(levels: Inputs, operand: np.ndarray) -> Inputs:
+    """What was quantized, with NaN where that was: no integer is, and what has no result would get one."""
+    lost = np.isnan(operand)
+    return (np.where(lost, np.nan, levels[0].astype(np.float64)),) if lost.any() else levels
+
+
+def _dequantized(inputs: Inputs, axis: int) -> np.ndarray:
+    """Levels in FP64, dequantized."""
+    levels, scale, *zero = inputs
+    if zero and zero[0] is not None:
+        levels = levels - _along(zero[0].astype(np.float64), levels, axis)
+    return levels * _along(scale, levels, axis)
 
 
 def _fp8_steps(numbers: np.ndarray) -> np.ndarray:

@@ -330,6 +330,8 @@ class Float64(Intercept):
         else:
             with by_default(wide):
                 result = self._compute(func, args, kwargs)
+        if getattr(packet, "__name__", "").startswith("fake_quantize"):
+            result = tree_map_only(Tensor, lambda each: _with_nan(each, args[0]), result)
         if packet in _SUMS_OF_TWO and isinstance(result, Tensor) and result.is_floating_point():
             result = torch.where(result <= ABSORBS_FLOAT32, result.float().to(result.dtype), result)
         if self.wide is not _WIDE:  # a module may ask for another type itself
@@ -348,6 +350,11 @@ class Float64(Intercept):
             return func(*args, **kwargs)
         self._place += 1
         return self.repeated.compute(self._place, func, args, kwargs)
+
+
+def _with_nan(levels: Tensor, operand: Tensor) -> Tensor:
+    """What was quantized, with NaN where that was: PyTorch makes the lowest level of it."""
+    return torch.where(operand.isnan(), operand, levels) if levels.is_floating_point() else levels
 
 
 # -- With random rounding: what a precision costs ---------------------------------------------------

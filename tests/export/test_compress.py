@@ -11,11 +11,12 @@ import pytest
 from click.testing import CliRunner
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
-from quantized_models import GEMMS, samples, transformer, weights
+from quantized_models import GEMMS, padded, samples, transformer, weights
 
 import mha_deploy as md
+from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.cli import app
-from mha_deploy.errors import ExportError
+from mha_deploy.errors import ExportError, NoResult
 from mha_deploy.exporter.compress import CALIBRATIONS, Magnitudes
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.ir import new_initializer
@@ -475,3 +476,42 @@ def test_a_file_is_quantized_over_the_axes_that_it_runs_at(tmp_path):
     made = md.export(tmp_path / "tied.onnx", tmp_path / "bundle", precision="int8", golden=("opt",))
     assert [each.dims for each in made.manifest.spec.inputs] == [("B", 6, 64)]
     assert [each.sizes for each in made.manifest.golden] == [{"B": 2}]
+
+
+def test_a_query_without_a_result_has_none_behind_a_quantizer(tmp_path):
+    """A query whose keys are all hidden is NaN, which no integer is: it is no golden result."""
+    seen = np.zeros((2, 8), bool)
+    data = [{**each, "hidden": seen} for each in samples()]
+    options = {"precision": "int8", "axes": {"B": "1:2:4", "S": "1:8:8"}, "golden": ("masks",)}
+    options |= {"data": data, "inputs": {"hidden": seen}}
+    bundle = md.export(padded(tmp_path / "padded.onnx"), tmp_path / "out", **options)
+    (masks,) = golden_cases(bundle)
+    assert set(masks.inputs["hidden"].mean(-1)) == {0.5}
+    assert md.validate(bundle, latency=False).passed
+
+
+_QUANTIZED = {
+    "int8": "q = QuantizeLinear(p, s, i) y = DequantizeLinear(q, s, i)",
+    "uint8 with a zero point": "q = QuantizeLinear(p, s, u) y = DequantizeLinear(q, s, u)",
+    "fp8": "q = QuantizeLinear<output_dtype = 17>(p, s) y = DequantizeLinear(q, s)",
+    "dynamic": "q, t, z = DynamicQuantizeLinear(p) y = DequantizeLinear(q, t, z)",
+    "integers": "q = QuantizeLinear(p, s, u) m = MatMulInteger(q, w, u) y = Cast<to = 1>(m)",
+    "quantized GEMM": "q = QuantizeLinear(p, s, u) m = QLinearMatMul(q, s, u, w, s, i, s, u)"
+    " y = DequantizeLinear(m, s, u)",
+}
+
+
+@pytest.mark.parametrize("name", _QUANTIZED)
+def test_nan_stays_nan_in_every_quantizer(tmp_path, name):
+    opset = 21 if name == "fp8" else 20
+    text = f"""<ir_version: 9, opset_import: ["": {opset}]>
+    g (float[B, 4] x) => (float[B, 4] y)
+    <float minus = {{-inf}}, float s = {{0.01}}, int8 i = {{0}}, uint8 u = {{7}},
+     int8[4, 4] w = {{1,0,0,0, 0,1,0,0, 0,0,1,0, 0,0,0,1}}> {{
+        m0 = Add(x, minus)
+        p = Softmax(m0)
+        {_QUANTIZED[name]}
+    }}"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "nan.onnx")
+    with pytest.raises(NoResult):
+        md.export(tmp_path / "nan.onnx", tmp_path / "out", precision="fp32", golden=("opt",))

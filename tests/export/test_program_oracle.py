@@ -14,7 +14,8 @@ from program_models import AXES, example
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mha_deploy.errors import ExportError
+import mha_deploy as md
+from mha_deploy.errors import ExportError, NoResult
 from mha_deploy.exporter.axes import draw_inputs
 from mha_deploy.exporter.observe import attention_values
 from mha_deploy.exporter.oracle import Float32Accumulation, RandomRounding, run_program
@@ -280,3 +281,13 @@ def test_a_sample_leaves_no_mark_on_tensors_that_others_use():
         x.add_(torch.ones_like(x))  # exact, so that the result is the tensor itself
     assert (x == 1).all()
     assert not vars(x)
+
+
+def test_nan_stays_nan_in_a_quantizer_of_a_program(tmp_path):
+    class Quantized(nn.Module):
+        def forward(self, x):
+            return torch.fake_quantize_per_tensor_affine((-x.abs()).log(), 0.05, 0, -128, 127)
+
+    given = {"x": torch.ones(2, 4)}
+    with pytest.raises(NoResult):
+        md.export(Quantized(), tmp_path / "out", example_inputs=given, precision="fp32", golden=("opt",))
