@@ -460,10 +460,12 @@ class ModuleSource(flow.ExportSource):
         return case
 
     def layers(self, cases: list[GoldenCase], folder: Path) -> LayersEntry | None:
-        """The values inside the first case whose attentions do not take too much memory."""
+        """The values inside the first case whose attentions are finite and take little memory."""
         self.step("results of each attention")
         for case in cases if self.values else ():
             oracle, eager, baselines = self.capture.look_inside(case, sorted(set(self.values.values())))
+            if not flow.are_finite(oracle):
+                continue
             inside = {"oracle": oracle, "eager": eager}
             arrays = {f"{kind}/{name}": each for kind in inside for name, each in inside[kind].items()}
             arrays |= pack_baselines(baselines)

@@ -77,6 +77,11 @@ from mha_deploy.runtime import plan_mixed_precision
 from mha_deploy.runtime.user_code import graph_code
 
 
+def are_finite(results: Arrays) -> bool:
+    """Whether all numbers are: those of a fully masked query inside a model may be NaN, which it replaces."""
+    return all(np.isfinite(array).all() for array in results.values() if array.dtype.kind == "f")
+
+
 def refuse_large_error(where: str, got: Arrays, oracle: Arrays, most: float, what: str, hint: str) -> None:
     """Refuse results with a relative error above `most`."""
     for name, expected in oracle.items():

@@ -40,7 +40,7 @@ from mha_deploy.errors import (
     nearest,
 )
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
-from mha_deploy.exporter.flow import ExportSource, refuse_large_error
+from mha_deploy.exporter.flow import ExportSource, are_finite, refuse_large_error
 from mha_deploy.exporter.observe import attention_values
 from mha_deploy.exporter.samples import sample_case, sample_parts
 from mha_deploy.graph.attention_node import short_dtype
@@ -256,7 +256,7 @@ class OnnxSource(ExportSource):
         return {name: value.dtype.numpy() for name, value in self._inputs.items() if value.dtype is not None}
 
     def layers(self, cases: list[GoldenCase], folder: Path) -> LayersEntry | None:
-        """The values of the file behind every attention, in the first case where they take little memory."""
+        """Values of the file behind every attention, in the first case where they are finite and small."""
         self.step("results of each attention")
         values, kept = self._values, self._behind
         types = {
@@ -270,6 +270,8 @@ class OnnxSource(ExportSource):
                     compute = partial(self._program.run, case.inputs)
                     oracle, (lazy,), _ = sample_parts(FileRounding, self.precision, compute, [_part(kept)])
                     baselines = dict(lazy)
+            if not are_finite(oracle):
+                continue
             self.close()  # one with these outputs is opened
             with open_runner("ort-cpu", with_outputs(self._typed, kept)) as runner:
                 given = {str(v.name): case.inputs[str(v.name)] for v in self.original.graph.inputs}

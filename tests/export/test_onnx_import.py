@@ -227,6 +227,23 @@ def test_numbers_that_are_nan_on_the_way_are_no_warning(tmp_path, recwarn):
     assert [str(each.message) for each in recwarn if each.category is RuntimeWarning] == []
 
 
+def test_an_attention_that_is_nan_where_the_outputs_are_not_is_no_reference(tmp_path):
+    text = """<ir_version: 8, opset_import: ["": 17]>
+    g (float[B, 4, 8] x) => (float[B, 4, 8] y) <float minus = {-inf}, float zero = {0.0}> {
+        turned = Transpose<perm = [0, 2, 1]>(x)
+        scores = MatMul(x, turned)
+        hidden = Add(scores, minus)
+        weights = Softmax<axis = -1>(hidden)
+        seen = MatMul(weights, x)
+        nan = IsNaN(seen)
+        kept = Where(nan, zero, seen)
+        y = Add(kept, x)
+    }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    made = md.export(tmp_path / "model.onnx", tmp_path / "bundle", precision="fp32", golden=("opt",))
+    assert made.manifest.layers is None
+
+
 def test_a_size_that_is_a_product_of_axes_is_refused(tmp_path):
     flat = helper.make_graph(
         [helper.make_node("Reshape", ["x", "shape"], ["y"])],
