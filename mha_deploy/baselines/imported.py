@@ -11,7 +11,7 @@ from mha_deploy.bundle.cases import DecodeTrace, GoldenCase, PlannedTrace
 from mha_deploy.bundle.folder import SOURCE, Bundle, sha256
 from mha_deploy.bundle.samples import Sample
 from mha_deploy.bundle.sizes import PlannedCase, sizes_name
-from mha_deploy.errors import DeployError
+from mha_deploy.errors import DeployError, NoResult
 from mha_deploy.exporter.onnx_import import OnnxSource
 
 
@@ -50,7 +50,13 @@ class FileCases:
         """What is true of inputs that are drawn; the same seed at the same sizes draws the same."""
         self._source.options = replace(self._source.options, seed=seed)
         name = f"fresh-{sizes_name(sizes)}-seed{seed}"
-        return self._source.moderate_case(PlannedCase(name=name, sizes=dict(sizes)), self._types)
+        planned = PlannedCase(name=name, sizes=dict(sizes))
+        try:
+            return self._source.moderate_case(planned, self._types)
+        except NoResult:
+            if not self._source.choose_masks():
+                raise
+            return self._source.moderate_case(planned, self._types)
 
     def case(self, sample: Sample) -> GoldenCase:
         """What is true of a sample."""

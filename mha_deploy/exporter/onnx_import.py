@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -88,6 +88,7 @@ class OnnxSource(ExportSource):
 
     spec: ModuleSpec
     draws_numbers = True  # whether inputs without an example are drawn
+    _hiding = frozenset[str]()  # masks that are drawn with true entries for keys that are hidden
     # Of the first case: its name, the values behind attentions in FP64, and samples of them.
     _inside: tuple[str, Arrays, dict[str, Baseline]] | None = None
 
@@ -231,6 +232,11 @@ class OnnxSource(ExportSource):
             if not np.isfinite(array).all() and np.isfinite(oracle[key]).all():
                 got = f"output {key} of golden case {name}: NaN or infinite values"
                 raise _Extreme(what, got=got, hint=hint, about_types=True)
+        if not are_finite(oracle):  # in FP64: another precision has no result either
+            masks = [key for key, array in given.items() if is_mask(key, array.dtype.name)]
+            hint = "--input NAME=FILE.npy with real inputs"
+            if masks:
+                hint = f"--input {masks[0]}=FILE.npy, a mask in which every query has a key to attend to"
         refuse_large_error(f"golden case {name}", eager, oracle, _LARGEST_ERROR, what, hint)
         reference = Reference(oracle, Source.FILE)
         if others:
@@ -304,6 +310,8 @@ class OnnxSource(ExportSource):
             random = np.random.default_rng([seed, crc32(key.encode())])
             example = self.examples.get(key)
             array = _draw(value, shape, random) if example is None else _fit(example, shape)
+            if key in self._hiding:
+                array = np.logical_not(array)
             if example is None and array.dtype.kind == "f":
                 array = array * scale
             array = array.astype(value.dtype.numpy())  # type: ignore[union-attr]
@@ -427,7 +435,41 @@ class OnnxSource(ExportSource):
             ) from error.__cause__
         with suppress(ExportError):  # sizes that the user chose may have to agree
             measured.append(self._run_at(0, reverse=True))
+        if self.draws_numbers and not all(are_finite(results) for _, results in measured):
+            self.choose_masks()
         return measured
+
+    def choose_masks(self) -> bool:
+        """Draw masks the other way around, where the file has a finite result only then; whether it has.
+
+        A true entry keeps a key in most files; in PyTorch's `key_padding_mask` it hides one.
+        """
+        masks, sizes = self._masks_drawn(), {name: axis.opt for name, axis in self.axes.items()}
+        if self._hiding or not masks:
+            return False
+        program, planned = FileProgram(self.original), PlannedCase(name="opt", sizes=sizes)
+        tried: list[tuple[str, ...]] = [(), *((name,) for name in masks), masks]
+
+        def has_result(names: Iterable[str]) -> bool:
+            self._hiding = frozenset(names)
+            return are_finite(program.run(self.draw(planned)))
+
+        with suppress(Exception):  # ONNX's evaluator raises types that share no base: the case says so
+            found = next(filter(has_result, tried), ())
+            if found:
+                shown = ", ".join(found)
+                self.notes.append(f"true entries of drawn masks hide keys, else a result is NaN: {shown}")
+                return True
+        self._hiding = frozenset()
+        return False
+
+    def _masks_drawn(self) -> tuple[str, ...]:
+        """The inputs that are masks and have no example."""
+        return tuple(
+            name
+            for name, value in self._inputs.items()
+            if name not in self.examples and _is_drawn_mask(value, len(self.dims[name]))
+        )
 
     def _partly_fixed_reshape(self) -> _FixedReshape | None:
         """The first Reshape to fixed and computed sizes that an axis explains: the file runs at that size."""
@@ -734,7 +776,7 @@ def _draw(value: ir.Value, shape: tuple[int, ...], random: np.random.Generator) 
     name, kind = str(value.name).lower(), np.dtype(value.dtype.numpy())  # type: ignore[union-attr]
     if kind.kind not in "iub":
         return random.standard_normal(shape)
-    if is_mask(name, kind.name) and (kind.kind == "b" or len(shape) == 2):
+    if _is_drawn_mask(value, len(shape)):
         # Every batch element keeps its first entry; the tails of all but the first are masked.
         ends = random.integers(1, shape[-1] + 1, size=(*shape[:-1], 1)) if shape else np.array(1)
         if len(shape) > 1:
@@ -743,6 +785,12 @@ def _draw(value: ir.Value, shape: tuple[int, ...], random: np.random.Generator) 
     if "position" in name and shape:
         return np.broadcast_to(np.arange(shape[-1]), shape)
     return random.integers(0, _largest_index(value) + 1, size=shape)
+
+
+def _is_drawn_mask(value: ir.Value, rank: int) -> bool:
+    """Whether an input is drawn as a mask."""
+    kind = np.dtype(value.dtype.numpy())  # type: ignore[union-attr]
+    return is_mask(str(value.name), kind.name) and (kind.kind == "b" or rank == 2)
 
 
 def _largest_index(value: ir.Value) -> int:

@@ -9,11 +9,13 @@ import pytest
 import torch
 from fresh_python import python
 from onnx import TensorProto, helper
+from quantized_models import padded
 from torch import nn
 
 import mha_deploy as md
+from mha_deploy.baselines.imported import FileCases
 from mha_deploy.bundle.cases import golden_cases
-from mha_deploy.errors import BackendUnavailable, ExportError
+from mha_deploy.errors import BackendUnavailable, ExportError, NoResult
 from mha_deploy.exporter.flow import refuse_large_error
 
 E, H, VOCABULARY = 64, 4, 61
@@ -107,6 +109,22 @@ def test_the_inputs_are_tokens_of_the_vocabulary_and_masks(imported):
         assert set(np.unique(mask)) <= {0, 1}
         assert mask[:, 0].all() or case.name in ("masks", "mask-of-one")
     assert {tuple(case.sizes.values()) for case in golden_cases(imported)} >= {(1, 1), (2, 16)}
+
+
+def test_a_mask_is_drawn_in_the_convention_that_gives_the_file_a_result(tmp_path):
+    file, sizes = padded(tmp_path / "padded.onnx"), {"B": 3, "S": 5}
+    made = md.export(file, tmp_path / "bundle", precision="fp32", golden=("opt",))
+    (case,) = golden_cases(made)
+    cases = [case, FileCases(made, file).fresh(sizes, seed=1)]
+    assert all(each.inputs["hidden"].any() for each in cases)
+    assert not any(each.inputs["hidden"].all(-1).any() for each in cases)
+
+
+def test_a_given_mask_that_hides_every_key_is_named(tmp_path):
+    file, hidden = padded(tmp_path / "padded.onnx"), np.ones((2, 8), bool)
+    with pytest.raises(NoResult) as caught:
+        md.export(file, tmp_path / "bundle", precision="fp32", golden=("opt",), inputs={"hidden": hidden})
+    assert "hidden" in caught.value.hint
 
 
 def test_the_reference_is_the_file_in_fp64(file, tmp_path):
