@@ -19,6 +19,7 @@ from mha_deploy.bundle.folder import open_bundle as open_folder
 from mha_deploy.engine.inspection import Inspection
 from mha_deploy.environment import can_import, examine
 from mha_deploy.errors import DeployError, needed
+from mha_deploy.keywords import typed
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.deployable import Deployable
 from mha_deploy.model.layer import AttentionSpec
@@ -91,6 +92,7 @@ __all__ = [
 # -- Models and their export -----------------------------------------------------------------------
 
 
+@typed
 def load_model(
     model: AnySource,
     *,
@@ -126,6 +128,7 @@ def load_model(
     )
 
 
+@typed
 def load_checkpoint(
     folder: StrPath,
     layer: int = 0,
@@ -157,6 +160,7 @@ def load_checkpoint(
     return find_model(found, axes=axes, cache=cache, projections=projections)
 
 
+@typed
 def from_transformers(
     model: Any,
     *,
@@ -194,6 +198,7 @@ def from_transformers(
     return model_from_transformers(model, cache=cache, batch=batch, tokens=tokens, length=length, name=name)
 
 
+@typed
 def export(
     model: AnySource,
     out: StrPath,
@@ -238,6 +243,7 @@ def export(
     return export_model(found, _path(out), settings, inputs or {}, on_step or silent)
 
 
+@typed
 def prune(
     model: AnySource,
     out: StrPath,
@@ -293,19 +299,13 @@ def prune(
     from mha_deploy.exporter.entry import prune_model
 
     found = find_model(model, example_inputs=example_inputs, axes=axes)
-    options = ExportOptions(
-        seed=seed,
-        golden=(golden,) if isinstance(golden, str) else golden,
-        overwrite=overwrite,
-        max_loss=max_loss,
-        data=data,
-        data_limit=data_limit,
-        metric=metric,
-        **found.weight_options(weights, prefix),
-    )
+    given = {"seed": seed, "golden": golden, "overwrite": overwrite, "max_loss": max_loss}
+    given |= {"data": data, "data_limit": data_limit, "metric": metric}
+    options = read_options(ExportOptions, {**given, **found.weight_options(weights, prefix)})
     return prune_model(found, _path(out), options, heads=heads, kv_heads=kv_heads, on_step=on_step or silent)
 
 
+@typed
 def import_onnx(
     path: StrPath,
     out: StrPath,
@@ -336,6 +336,7 @@ def import_onnx(
     return export(os.fspath(_path(path)), out, axes=axes, inputs=inputs, on_step=on_step, **options)
 
 
+@typed
 def open_bundle(path: StrPath, *, verify: bool = True) -> Bundle:
     """Open a bundle.
 
@@ -361,6 +362,7 @@ def open_bundle(path: StrPath, *, verify: bool = True) -> Bundle:
 # -- Graphs ----------------------------------------------------------------------------------------
 
 
+@typed
 def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]:
     """Write every attention of an ONNX model as one `Attention` node.
 
@@ -383,6 +385,7 @@ def fuse(model: AnyModel, *, verify: bool = True) -> tuple[AnyModel, FuseReport]
     return fuse_model(model, verify=verify)
 
 
+@typed
 def fuse_file(
     source: StrPath, output: StrPath, *, overwrite: bool = False, verify: bool = True
 ) -> FuseReport:
@@ -409,6 +412,7 @@ def fuse_file(
     return fuse_file(_path(source), _path(output), overwrite=overwrite, verify=verify)
 
 
+@typed
 def check(
     bundle: Bundle | StrPath, target: str = "tensorrt-rtx", version: str | None = None, *, sm: str = ""
 ) -> list[Eligibility]:
@@ -439,10 +443,11 @@ def check(
 # -- Engines ---------------------------------------------------------------------------------------
 
 
+@typed
 def build_engine(
     bundle: Bundle | StrPath,
     *,
-    profiles: Sequence[str | Axes] = (),
+    profiles: Sequence[str | Axes] | Axes = (),
     repeat: int = 1,
     save_onnx: StrPath | None = None,
     trtexec: bool = False,
@@ -477,7 +482,7 @@ def build_engine(
     from mha_deploy.engine.trtexec import refuse_rtx
 
     opened = _open(bundle)
-    given = [profiles] if isinstance(profiles, str | Mapping) else profiles
+    given = [profiles] if isinstance(profiles, Mapping) else profiles
     texts = [each if isinstance(each, str) else _profile_text(each) for each in given]
     ranges = [parse_ranges(text, opened.manifest.spec) for text in texts]
     settings = read_options(EngineOptions, {"profiles": ranges, **options})
@@ -501,6 +506,7 @@ def build_engine(
     return engine
 
 
+@typed
 def trtexec(
     engine: Engine | StrPath, onnx: StrPath = "lowered.onnx", plan: StrPath = "model.engine"
 ) -> TrtexecCommand:
@@ -528,6 +534,7 @@ def trtexec(
     return trtexec_command(opened.manifest, _path(onnx), _path(plan))
 
 
+@typed
 def refit(
     engine: Engine | StrPath,
     weights: StrPath,
@@ -565,12 +572,13 @@ def refit(
     from mha_deploy.engine.engine import Engine
 
     found = engine if isinstance(engine, Engine) else open_engine(engine)
-    options = ExportOptions(prefix=prefix, overwrite=overwrite)
+    options = read_options(ExportOptions, {"prefix": prefix, "overwrite": overwrite})
     return refit_bundle(
         found, _path(weights), _path(out), options, latency=latency, on_step=on_step or silent
     )
 
 
+@typed
 def open_engine(path: StrPath) -> Engine:
     """Open an engine that `build_engine` wrote.
 
@@ -590,6 +598,7 @@ def open_engine(path: StrPath) -> Engine:
     return open_engine(_path(path))
 
 
+@typed
 def package(bundle: Bundle | StrPath, repository: StrPath, **options: Any) -> Package:
     """Write a bundle into a Triton model repository.
 
@@ -614,6 +623,7 @@ def package(bundle: Bundle | StrPath, repository: StrPath, **options: Any) -> Pa
 # -- Running ---------------------------------------------------------------------------------------
 
 
+@typed
 def open_runner(model: Any, backend: str | None = None) -> Runner:
     """Load a model into a runtime; use the runner as a context manager.
 
@@ -648,6 +658,7 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
 # -- Validation ------------------------------------------------------------------------------------
 
 
+@typed
 def validate(
     bundle: Bundle | StrPath,
     *,
@@ -698,6 +709,7 @@ def validate(
         return Report(validate_bundle(_open(bundle), settings, runners=given, **steps))
 
 
+@typed
 def check_parity(bundle: Bundle | StrPath, runner: Any) -> ParityReport:
     """Judge the outputs of any runner on the golden cases of a bundle.
 
@@ -725,6 +737,7 @@ def check_parity(bundle: Bundle | StrPath, runner: Any) -> ParityReport:
 # -- Timing and fault search -----------------------------------------------------------------------
 
 
+@typed
 def bench(bundle: Bundle | StrPath, *, on_step: OnStep | None = None, **options: Any) -> ModelBench:
     """Time the engines of a bundle, ONNX Runtime and the PyTorch baselines, over batch sizes and lengths.
 
@@ -754,7 +767,8 @@ def bench(bundle: Bundle | StrPath, *, on_step: OnStep | None = None, **options:
     return bench_bundle(_open(bundle), read_options(BenchOptions, options), on_step=uncounted(on_step))
 
 
-def replay(line: str, bundle: Bundle | StrPath | None = None, *, tolerance: float = 0.05) -> Replay:
+@typed
+def replay(line: StrPath, bundle: Bundle | StrPath | None = None, *, tolerance: float = 0.05) -> Replay:
     """Measure a line of the benchmark record again, and judge whether both agree.
 
     Args:
@@ -778,6 +792,7 @@ def replay(line: str, bundle: Bundle | StrPath | None = None, *, tolerance: floa
     return replay_line(recorded, alike, opened, bench, tolerance)
 
 
+@typed
 def bisect(
     bundle: Bundle | StrPath,
     backend: str | None = None,
@@ -808,6 +823,7 @@ def bisect(
     return bisect(_open(bundle), backend, on_step or silent, None if graph is None else _path(graph))
 
 
+@typed
 def self_test(
     bundle: Bundle | StrPath, backend: str | None = None, *, on_step: OnStep | None = None
 ) -> SelfTest:
@@ -839,6 +855,7 @@ def self_test(
 # -- From a model to a verdict in one call ---------------------------------------------------------
 
 
+@typed
 def deploy(
     model: AnySource,
     out: StrPath,
@@ -887,7 +904,8 @@ def deploy(
     from mha_deploy.exporter.entry import is_traced_beside, refuse_export
 
     found, exported = find_model(model), dict(options)
-    builder = EngineOptions(**{name: exported.pop(name) for name in OF_DEPLOY if name in exported})
+    chosen = {name: exported.pop(name) for name in OF_DEPLOY if name in exported}
+    builder = read_options(EngineOptions, chosen)
     settings = read_options(ExportOptions, exported, *OF_DEPLOY)
     settings = replace(settings, **found.weight_options(weights, settings.prefix))
     if not engine and (unused := given_of(builder, OF_DEPLOY)):
@@ -918,6 +936,7 @@ def deploy(
 # -- Upgrades --------------------------------------------------------------------------------------
 
 
+@typed
 def compare(old: Any, new: Any, **options: Any) -> Comparison:
     """Compare two reports, benchmarks, bundles, engines or matrices of one model: did anything get worse?
 
@@ -940,6 +959,7 @@ def compare(old: Any, new: Any, **options: Any) -> Comparison:
     return compare(old, new, read_options(Limits, options))
 
 
+@typed
 def matrix(
     plan: Any,
     out: StrPath = "matrix",
@@ -990,6 +1010,7 @@ def matrix(
 # -- What is known without running anything --------------------------------------------------------
 
 
+@typed
 def models(*, tiny: bool = False) -> list[AttentionSpec]:
     """The catalog: the spec of every known layer.
 
@@ -1003,6 +1024,7 @@ def models(*, tiny: bool = False) -> list[AttentionSpec]:
     return [find_spec(name) for name in catalog_names() if tiny or not name.startswith("tiny-")]
 
 
+@typed
 def analyze(
     model: AnySource | Bundle,
     *,
@@ -1041,6 +1063,7 @@ def analyze(
     return analyze_at(spec, graph, at, precision, gpu if peak is None else parse_peaks(peak))
 
 
+@typed
 def propose_profiles(
     model: AnySource | Bundle,
     data: Any,
@@ -1091,6 +1114,7 @@ def propose_profiles(
     return propose(found, seconds)
 
 
+@typed
 def compare_heads(
     model: AnySource | Bundle,
     *,
@@ -1153,6 +1177,7 @@ def compare_heads(
     return compare_layer_heads(found.source, at, file, seed=seed, **found.weight_options(weights, prefix))
 
 
+@typed
 def inspect(path: Bundle | Engine | StrPath, *, verify: bool = False) -> Inspection:
     """Open a bundle, an engine or an ONNX file, and check its hashes.
 
@@ -1177,6 +1202,7 @@ def inspect(path: Bundle | Engine | StrPath, *, verify: bool = False) -> Inspect
 # -- This machine ----------------------------------------------------------------------------------
 
 
+@typed
 def init(path: StrPath = "mha-deploy.toml", *, overwrite: bool = False) -> Path:
     """Write a configuration file to start from: every option and requirement, commented out.
 
@@ -1194,6 +1220,7 @@ def init(path: StrPath = "mha-deploy.toml", *, overwrite: bool = False) -> Path:
     return write_file(_path(path), template().encode(), is_nobodys, overwrite=overwrite)
 
 
+@typed
 def doctor(*, load: bool = False) -> dict[str, Any]:
     """Report which runtimes and GPUs this machine has, what each is for, and how to install the rest.
 
@@ -1211,6 +1238,7 @@ def doctor(*, load: bool = False) -> dict[str, Any]:
     return examine(load=load)
 
 
+@typed
 def configure(
     *, in_process: bool | None = None, time_limit: float | None = None, trust_code: bool | None = None
 ) -> None:
@@ -1240,6 +1268,7 @@ def configure(
         isolation.trust_code = trust_code
 
 
+@typed
 def plugins() -> dict[str, Any]:
     """List the plugin libraries of this machine.
 
@@ -1256,6 +1285,7 @@ def plugins() -> dict[str, Any]:
     return describe_libraries()
 
 
+@typed
 def find_plugin(backend: str = "tensorrt") -> PluginLibrary:
     """The plugin library that a backend would load.
 
@@ -1275,6 +1305,7 @@ def find_plugin(backend: str = "tensorrt") -> PluginLibrary:
     return find_plugins(load(backend))
 
 
+@typed
 def find_plugin_parts(
     *,
     tensorrt_include: StrPath | None = None,
@@ -1307,6 +1338,7 @@ def find_plugin_parts(
     return find_parts(given)
 
 
+@typed
 def build_plugins(
     parts: Sequence[Found] = (),
     *,

@@ -6,7 +6,6 @@ the command line makes an option of each (`cli/arguments.py`). `help` of a recor
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mha_deploy.errors import DeployError, nearest
+from mha_deploy.keywords import typed_value
 
 if TYPE_CHECKING:
     from mha_deploy.model.spec import Axis
@@ -77,23 +77,20 @@ def options_of(record: type, *names: str) -> dict[str, Field[Any]]:
 def read_options(record: type[Record], given: Mapping[str, Any], *others: str) -> Record:
     """A record of the options that a user named; `others` are those that went elsewhere.
 
-    A string stands for a list of one, and for a path.
+    See `typed_value` for what a field takes.
     """
-    types = {each.name: str(each.type) for each in fields(record)}  # type: ignore[arg-type]
-    known = {*types, *others}
+    own = {each.name: each for each in fields(record)}  # type: ignore[arg-type]
+    known = {*own, *others}
     if unknown := [name for name in given if name not in known]:
         raise TypeError(f"there is no option {unknown[0]!r}: {nearest(unknown[0], known)}")
-    return record(**{name: _as_field(types.get(name, ""), value) for name, value in given.items()})
+    return record(**{name: _typed(own[name], value) for name, value in given.items() if name in own})
 
 
-def _as_field(kind: str, value: Any) -> Any:
-    """A value as a field of this type holds it."""
-    is_path = isinstance(value, str | os.PathLike)
-    if kind.startswith("Sequence[str]") and isinstance(value, str):
-        return (value,)
-    if kind.startswith("Sequence[Path]") and value is not None:
-        return tuple(map(Path, [value] if is_path else value))
-    return Path(value) if kind.startswith("Path") and is_path else value
+def _typed(option: Field[Any], value: Any) -> Any:
+    """A value as a field holds it: of its type, and within its bounds."""
+    details = option.metadata.get("details", {})
+    bounds = {name: details.get(name) for name in ("min", "max")}
+    return typed_value(option.name, str(option.type), value, option.default, **bounds)
 
 
 def given_of(options: Any, names: Iterable[str]) -> list[str]:

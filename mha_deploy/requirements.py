@@ -6,6 +6,7 @@ wrote it cannot loosen a verdict, run code or choose a file to write: options th
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import Field, fields
@@ -232,6 +233,9 @@ def demands_of(given: Any, model: str) -> Demands:
         return given.demands(model)
     if isinstance(given, Mapping):
         return Requirements("requirements", {"require": dict(given)}).demands(model)
+    if not isinstance(given, str | os.PathLike):
+        what, hint = "These are no requirements.", 'the path of a TOML file, or {"require_run": True}'
+        raise DeployError(what, got=type(given).__name__, hint=hint)
     found = read_requirements(Path(given))
     return Demands() if found is None else found.demands(model)
 

@@ -112,6 +112,58 @@ def test_options_that_a_function_does_not_have_are_refused(tmp_path):
             call("tiny-mha", tmp_path / "x", precison="fp16")
 
 
+WRONG_VALUES = [
+    (lambda b, out: md.check(b, target="tensorrt", version=8.6), 'version="8.6"'),
+    (lambda b, out: md.check(b, sm=90), 'sm="90"'),
+    (lambda b, out: md.export("tiny-mha", out, precision=None), 'precision="auto"'),
+    (lambda b, out: md.export("tiny-mha", out, precision=16), 'precision="auto"'),
+    (lambda b, out: md.export("tiny-mha", out, precision="int8", max_loss="x"), "max_loss="),
+    (lambda b, out: md.export("tiny-mha", out, max_loss=float("nan")), "max_loss="),
+    (lambda b, out: md.export("tiny-mha", out, seed="a"), "seed=0"),
+    (lambda b, out: md.export("tiny-mha", out, seed=-1), "from 0 to"),
+    (lambda b, out: md.export("tiny-mha", out, weights=5), "weights="),
+    (lambda b, out: md.export("tiny-mha", out, axes={5: 5}), "axes="),
+    (lambda b, out: md.export("tiny-mha", out, golden=[5]), "golden="),
+    (lambda b, out: md.deploy("tiny-mha", out, backend=5), "backend="),
+    (lambda b, out: md.deploy("tiny-mha", out, engine="no"), "engine=False"),
+    (lambda b, out: md.prune("tiny-mha", out, heads=3, seed="a"), "seed=0"),
+    (lambda b, out: md.build_engine(b, profiles=5), "profiles="),
+    (lambda b, out: md.build_engine(b, profiles=[5]), "profiles="),
+    (lambda b, out: md.build_engine(b, repeat="2"), "repeat=2"),
+    (lambda b, out: md.validate(b, fresh="x"), "fresh="),
+    (lambda b, out: md.validate(b, fresh=-1), "from 0 to"),
+    (lambda b, out: md.validate(b, fresh=True), "fresh="),
+    (lambda b, out: md.validate(b, samples=10**5000), "from 100 to"),
+    (lambda b, out: md.validate(b, backends=[5]), "backends="),
+    (lambda b, out: md.validate(b, require_run="yes"), "require_run=True"),
+    (lambda b, out: md.validate(b, runners=5), "runners="),
+    (lambda b, out: md.validate(b, requirements=5), "TOML"),
+    (lambda b, out: md.validate(b, data=5), "samples"),
+    (lambda b, out: md.validate(b, data=[{}], metric=5), "function"),
+    (lambda b, out: md.package(b, out, instances="x"), "instances="),
+    (lambda b, out: md.compare(b, b, error="x"), "error="),
+    (lambda b, out: md.configure(time_limit="x"), "time_limit="),
+    (lambda b, out: md.matrix({**PLAN, "options": {"a": {"workspace_mib": "x"}}}, out), "workspace_mib="),
+]
+PLAN = {"models": ["tiny-mha"], "runtimes": [{"name": "rtx", "backend": "tensorrt-rtx"}]}
+
+
+@pytest.mark.parametrize(("call", "hint"), WRONG_VALUES)
+def test_a_value_of_the_wrong_type_or_size_is_an_error_that_says_what_is_right(call, hint, tiny, tmp_path):
+    with pytest.raises(md.DeployError) as caught:
+        call(tiny, tmp_path / "out")
+    assert hint in caught.value.hint
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_of_numpy_paths_and_single_items_are_what_they_stand_for(tmp_path):
+    given = {"seed": np.int64(3), "golden_gflop": np.float32(1), "overwrite": np.bool_(True), "golden": "opt"}
+    read = options.read_options(options.ExportOptions, {**given, "weights": "w.pt", "max_loss": 1})
+    assert (read.seed, read.golden_gflop, read.overwrite, read.golden) == (3, 1.0, True, ("opt",))
+    assert (type(read.seed), type(read.max_loss)) == (int, float)
+    assert read.weights == Path("w.pt")
+
+
 def test_what_is_returned_prints_as_a_line(tiny):
     results = (
         md.compare(tiny.path, tiny.path),

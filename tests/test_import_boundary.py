@@ -351,6 +351,7 @@ ORDER = (
     "supervisor",
     "environment",
     "model",
+    "keywords",
     "options",
     "requirements",
     "threads",

@@ -34,8 +34,9 @@ from mha_deploy.engine.build import Trial, engine_from_bundle, run_trials
 from mha_deploy.engine.engine import Engine, first_gpu, parse_ranges, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.files import PathPart, as_plain, check_plain, problem_in, read_json, read_regular
+from mha_deploy.keywords import typed_value
 from mha_deploy.model.catalog import find_spec, is_factory
-from mha_deploy.options import EngineOptions, OnName, ValidateOptions, in_python, silent
+from mha_deploy.options import EngineOptions, OnName, ValidateOptions, in_python, read_options, silent
 from mha_deploy.output import (
     check_file,
     copy_file,
@@ -147,6 +148,9 @@ def read_plan(source: Any) -> Plan:
     for name, key in ((name, key) for name, options in plan.options.items() for key in options):
         if key not in _OPTIONS:
             raise DeployError("No such option.", got=f"{name}: {key}", hint=nearest(key, _OPTIONS))
+    for options in plan.options.values():
+        typed_value("profiles", "Sequence[str]", options.get("profiles", ()))
+        read_options(EngineOptions, {key: value for key, value in options.items() if key != "profiles"})
     return plan
 
 

@@ -32,6 +32,9 @@ class Metric:
             self._function = load_function(given, "a metric", "def metric(outputs, sample): return 1.0")
             place = Path(given.rpartition(":")[0])
             self.digest = sha256(place) if place.is_file() else given
+        elif not callable(given):
+            hint = "a function of the outputs and the sample, or file.py:function"
+            raise DeployError("This is not a metric.", got=type(given).__name__, hint=hint)
         else:
             self.name = getattr(given, "__name__", type(given).__name__)
             self._function, self.digest = given, self.name
@@ -70,6 +73,9 @@ def open_samples(given: Any, spec: ModelSpec) -> tuple[str, Iterator[Sample], in
             hint = "a file, a folder, or file.py:samples"
             raise DeployError("The data has no name.", got=repr(given), hint=hint)
         return str(given), read_samples(Path(given), spec), 0
+    if not (callable(given) or hasattr(given, "__iter__") or hasattr(given, "__getitem__")):
+        hint = "a file, a folder, file.py:samples, or dictionaries of arrays by the names of the inputs"
+        raise DeployError("These are no samples.", got=type(given).__name__, hint=hint)
     with user_code(where_is(given), "The function of the samples failed.", hint=_ITERABLE):
         if callable(given):
             given = given()

@@ -457,7 +457,7 @@ def test_thresholds_are_options():
         assert not md.compare(passing(), new, **{key: limits[key] for key in limits if key != name}).passed
     with pytest.raises(TypeError, match="speed"):
         md.compare(passing(), new, speed=1)
-    with pytest.raises(md.DeployError, match="negative"):
+    with pytest.raises(md.DeployError, match="bounds"):
         md.compare(passing(), new, error=-0.1)
 
 
