@@ -50,7 +50,9 @@ def checkpoint_files(path: Path) -> dict[str, Path]:
             raise DeployError("The folder has no safetensors file.", got=path, hint=hint)
     if path.suffix in _PICKLED:
         what = "A pickle can run code when it is read, so it is refused."
-        raise DeployError(what, got=path.name, hint="safetensors: model.save_pretrained(FOLDER)")
+        hint = 'safetensors.torch.save_file(model.state_dict(), "weights.safetensors"), or for a model of '
+        hint += "transformers model.save_pretrained(FOLDER)"
+        raise DeployError(what, got=path.name, hint=hint)
     files: dict[str, Path] = {}
     for file in _indexed(path) if path.name.endswith(".index.json") else [path]:
         try:

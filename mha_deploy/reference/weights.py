@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 
 import torch
@@ -55,7 +56,7 @@ def unpack_projections(state: StateDict, spec: AttentionSpec) -> dict[str, Tenso
 
 # -- Weights from a checkpoint, or from a state dict that `torch.save` wrote -----------------------
 
-_PICKLED = (".pt", ".pth", ".bin")
+_PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def read_weights(
@@ -150,12 +151,27 @@ def read_state(path: Path, prefix: str = "") -> StateDict:
     else:
         state = {name: _read(file, name) for name, file in checkpoint_files(path).items()}
     start = f"{prefix.removesuffix('.')}." if prefix else ""
+    if start and state and not any(name.startswith(start) for name in state):
+        raise DeployError(
+            "No weight has this prefix.", got=f"{path}: {prefix}", hint=_prefix_hint(prefix, state)
+        )
     return {name.removeprefix(start): state[name] for name in state if name.startswith(start)}
+
+
+def _prefix_hint(prefix: str, names: Iterable[str]) -> str:
+    """The prefix that was probably meant, or else the first parts of the names."""
+    parts = [name.split(".")[:-1] for name in names]
+    known = dict.fromkeys(".".join(each[:count]) for each in parts for count in range(1, len(each) + 1))
+    near = get_close_matches(prefix.removesuffix("."), known, n=1)
+    first = list(dict.fromkeys(each[0] for each in parts if each))
+    shown = near or first[:8]
+    more = f" and {len(first) - 8} more" if not near and len(first) > 8 else ""
+    return f"--prefix {' or '.join(shown)}{more}" if shown else "leave --prefix out: no name here has one"
 
 
 def _read_pickled(path: Path) -> StateDict:
     """A state dict; nothing but tensors is unpickled."""
-    hint = "torch.save(module.state_dict(), FILE)"
+    what, hint = "The file is not a state dict.", 'torch.save(model.state_dict(), "weights.pt")'
     try:
         with open_regular(path) as file:
             state = torch.load(file, map_location="cpu", weights_only=True)
@@ -164,9 +180,22 @@ def _read_pickled(path: Path) -> StateDict:
             "There is no such weight file.", got=path, hint="the path of a file that exists"
         ) from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-        reason = str(error).splitlines()[0]
-        raise DeployError("The file is not a state dict.", got=f"{path}: {reason}", hint=hint) from error
-    named = isinstance(state, dict) and all(isinstance(name, str) for name in state)
-    if not named or not all(isinstance(tensor, Tensor) for tensor in state.values()):
-        raise DeployError("The file is not a state dict.", got=path, hint=hint)
-    return state
+        got = f"{path}: {str(error).splitlines()[0]}"
+        raise DeployError(what, got=got, hint=f"{hint}, where the model is trained") from error
+    if _is_state(state):
+        return dict(state)
+    if not isinstance(state, dict):
+        raise DeployError(what, got=f"{path}: {type(state).__name__}", hint=hint)
+    keys = [str(each)[:60] for each in state]
+    more = f" and {len(keys) - 8} more" if len(keys) > 8 else ""
+    inside = [key for key, each in state.items() if isinstance(key, str) and each and _is_state(each)]
+    if inside:
+        hint = f'torch.save(torch.load("{path.name}")["{inside[0]}"], "weights.pt")'
+    got = f"{path}: a dictionary of {', '.join(keys[:8])}{more}"
+    raise DeployError(what, got=got, hint=hint)
+
+
+def _is_state(given: object) -> bool:
+    """Whether this is a dictionary of tensors by their names."""
+    named = isinstance(given, dict) and all(isinstance(name, str) for name in given)
+    return named and all(isinstance(each, Tensor) for each in given.values())  # type: ignore[attr-defined]

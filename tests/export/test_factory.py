@@ -1,6 +1,7 @@
 """A factory is found, called and checked before anything is exported."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,30 @@ def test_a_module_around_the_model_takes_its_weights(tmp_path):
     assert " model.7.* " in note, "what the file calls them"
     other = {name: tensor[:1] for name, tensor in inner.state_dict().items()}
     assert match_names(outer, other, tmp_path / "weights.pt")[1] == (), "of other shapes"
+
+
+@pytest.mark.parametrize("key", ["state_dict", "model"])
+@pytest.mark.parametrize("suffix", [".pt", ".ckpt"])
+def test_a_training_checkpoint_names_its_keys_and_the_way_on(tmp_path, key, suffix):
+    path = tmp_path / f"train{suffix}"
+    state = load_factory(f"{HERE}:encoder", seed=7).module.state_dict()
+    torch.save({"epoch": 3, key: state, "optimizer": {"state": {}}}, path)
+    with pytest.raises(DeployError) as caught:
+        open_user_module(f"{HERE}:encoder", find_precision("fp32"), weights=path)
+    assert all(name in caught.value.got for name in ("epoch", key, "optimizer"))
+    assert f'"{key}"' in caught.value.hint
+    torch.save(torch.load(path)[key], path)
+    assert open_user_module(f"{HERE}:encoder", find_precision("fp32"), weights=path).state_sha256
+
+
+@pytest.mark.parametrize("prefix", ["modell.", "elsewhere"])
+def test_a_wrong_prefix_lists_those_of_the_file(tmp_path, prefix):
+    state = load_factory(f"{HERE}:encoder", seed=7).module.state_dict()
+    path = tmp_path / "weights.pt"
+    torch.save({f"model.{name}": tensor for name, tensor in state.items()}, path)
+    with pytest.raises(DeployError) as caught:
+        open_user_module(f"{HERE}:encoder", find_precision("fp32"), weights=path, prefix=prefix)
+    assert re.findall(r"\bmodel\w*", caught.value.hint) == ["model"]
 
 
 def test_a_file_of_something_else(tmp_path):
