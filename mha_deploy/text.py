@@ -465,7 +465,8 @@ _ENGINE_REASONS = {
     "no floating-point tensor": "no floating-point tensor or kernel is reported",
     "may be a matmul": "{place} may be a matmul: its name does not show what it computes",
     "matmul not reported": "no kernel is reported for the matmul {place}",
-    "computed type not reported": "{place} reads {wanted}, and may compute in fewer bits",
+    "computed type not reported": "{place} reads {wanted}, and the engine does not record whether it "
+    "multiplies in fewer bits, as TF32 or FP16",
     "another type": "{place} is in {got}, not {wanted}",
     "plan differs": "the manifest claims {wanted}, the plan shows {got}",
     "other weights": "the weights in the plan are not those of the bundle",
