@@ -135,9 +135,19 @@ def _checked(path: str, verb: str, options: Any) -> dict[str, Any]:
         if any((least is not None and x < least) or (most is not None and x > most) for x in numbers):
             raise DeployError(f"{name} is out of bounds.", got=f"{path}: {value}", hint=f"{least} to {most}")
         if verb == "validate" and value is False:
+            is_off = known[key].default is False  # and has no option that says so
+            way = "leave it out" if is_off else f"--no-{key.replace('_', '-')} on the command line"
             problem = f"A file cannot switch off {name}: less would be judged."
-            raise DeployError(problem, got=f"{path}: {name} = false", hint=f"--no-{name.replace('_', '-')}")
+            raise DeployError(problem, got=f"{path}: {name} = false", hint=way)
     return {name.replace("-", "_"): value for name, value in options.items()}
+
+
+_DEMANDED = {
+    "max_budget_share": "a number above 0, up to 1.0: max_budget_share = 0.5",
+    "max_latency_p99": "microseconds, above 0: max_latency_p99 = 150.0",
+    "top1_agreement": "a number from 0 to 1.0: top1_agreement = 0.999",
+    **{name: f"true or false: {name} = true" for name in REQUIRED},
+}
 
 
 def _invalid(path: str, table: Any, error: msgspec.ValidationError) -> DeployError:
@@ -149,9 +159,9 @@ def _invalid(path: str, table: Any, error: msgspec.ValidationError) -> DeployErr
         got = f"{path}: {unknown[0]}"
         return DeployError("There is no such requirement.", got=got, hint=nearest(unknown[0], known))
     problem = problem_in(error)
-    name, words = problem.place, problem.what.lower().replace("`", "")
+    name = problem.place
     what, given = f"The value of {name or 'a requirement'} is not valid.", f"{name} = {table.get(name)!r}"
-    return DeployError(what, got=f"{path}: {given}", hint=f"what was {words}")
+    return DeployError(what, got=f"{path}: {given}", hint=_DEMANDED.get(name, "[require]"))
 
 
 class Requirements:
@@ -179,6 +189,12 @@ class Requirements:
                 hint = nearest(name, (*_RECORDS, "require", "models"))
                 raise DeployError("There is no such table.", got=f"{self.path}: [{name}]", hint=hint)
         return verbs, demands
+
+    def unmatched(self, model: str) -> str:
+        """The models that have tables, where this one has none: a name may be mistyped. Else empty."""
+        if not self._models or model in self._models:
+            return ""
+        return nearest(model, self._models)
 
     def options(self, verb: str, model: str = "") -> dict[str, Any]:
         """The default options of a verb, those of the model before those of all."""

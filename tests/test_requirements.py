@@ -144,3 +144,27 @@ def test_init_writes_a_file_in_which_every_line_can_be_used(project, tmp_path, r
     found = read_requirements(path)
     assert found.options("validate")["fresh"] == 0
     assert found.demands("any").max_budget_share == 0.5
+
+
+def test_tables_of_models_of_which_none_is_this_one_are_named(bundles, project, run_cli):
+    bundle = bundles("tiny-gqa").path
+    quick = ("--no-probe", "--no-latency", "--backend", "ort-cpu", "--no-report")
+    project('[models."tiny-gqaa".require]\nmax_budget_share = 0.001\n')
+    done = run_cli("validate", bundle, *quick)
+    assert "tiny-gqaa" in done.err
+    project('[models."tiny-gqa".validate]\nseed = 2\n[models."other".validate]\nseed = 3\n')
+    assert "other" not in run_cli("validate", bundle, *quick).err
+
+
+@pytest.mark.parametrize("name", ["max_budget_share", "top1_agreement", "require_run"])
+def test_a_demand_of_the_wrong_type_shows_one_that_is_right(project, name):
+    path = project(f'[require]\n{name} = "x"\n')
+    with pytest.raises(DeployError) as caught:
+        read_requirements(path)
+    assert f"{name} = " in caught.value.hint
+
+
+def test_a_requirement_that_a_file_switches_off_is_left_out(project):
+    with pytest.raises(DeployError) as caught:
+        read_requirements(project("[validate]\nrequire_run = false\n"))
+    assert not any(text in caught.value.hint for text in ("--no-", "=False"))

@@ -194,10 +194,14 @@ def _with_requirements(
     found = find_requirements(Path.cwd())
     if found is None:
         return values
+    model = _model_of(values)
+    if verb == "validate" and (others := found.unmatched(model)):
+        tables = f"{found.path} has no [models.{json_text.dumps(model)}]"
+        click.echo(f"note: {tables}, and tables of other models: {others}", err=True)
     result = dict(values)
     # Those of an engine that is not built are for other calls.
     unused = OF_DEPLOY if verb == "deploy" and not values["engine"] else ()
-    for name, value in found.options(verb, _model_of(values)).items():
+    for name, value in found.options(verb, model).items():
         if name in known and name not in (*given, *unused):
             is_numbers = known[name][0] == "Sequence[int]"
             result[name] = ",".join(map(str, value)) if is_numbers else value
