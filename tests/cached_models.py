@@ -49,6 +49,16 @@ class WithoutMask(CachedDecoder):
         return self.attend(x, q, keys, values, None)
 
 
+class WithoutCached(CachedDecoder):
+    """A mistake: the mask begins again at every call."""
+
+    def forward(self, ids, cache_position, keys, values):
+        x, q, k, v = self.heads(ids, cache_position)
+        keys[:, :, cache_position], values[:, :, cache_position] = k, v
+        at = torch.arange(ids.shape[1], device=ids.device)
+        return self.attend(x, q, keys, values, torch.arange(keys.shape[2], device=ids.device) <= at[:, None])
+
+
 class Ragged(CachedDecoder):
     """Every batch element has a length of its own."""
 
@@ -117,6 +127,10 @@ def in_place():
 
 def without_mask():
     return deployable(WithoutMask())
+
+
+def without_cached():
+    return deployable(WithoutCached())
 
 
 def ragged():

@@ -234,18 +234,21 @@ class DecoderBlock(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Two blocks with a dynamic KV cache; `offset` False forgets that tokens are behind the cached ones."""
+    """Two blocks with a dynamic KV cache.
 
-    def __init__(self, *, offset=True, by_token=True):
+    `offset` False forgets that tokens are behind the cached ones, and so does `attended` in the mask.
+    """
+
+    def __init__(self, *, offset=True, by_token=True, attended=True):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(50, 32), nn.Embedding(64, 32)
         self.blocks, self.head = nn.ModuleList(DecoderBlock() for _ in range(2)), nn.Linear(32, 50)
-        self.offset, self.by_token = offset, by_token
+        self.offset, self.by_token, self.attended = offset, by_token, attended
 
     def forward(self, ids, past_key, past_value, past_key_1, past_value_1):
         P, S = past_key.shape[2], ids.shape[1]
         at = torch.arange(S, device=ids.device) + P
-        mask = torch.arange(P + S, device=ids.device)[None, :] <= at[:, None]
+        mask = torch.arange(P + S, device=ids.device)[None, :] <= (at if self.attended else at - P)[:, None]
         x = self.tokens(ids) + self.positions(at if self.offset else at - P)
         x, key, value = self.blocks[0](x, past_key, past_value, mask)
         x, key_1, value_1 = self.blocks[1](x, past_key_1, past_value_1, mask)
@@ -281,6 +284,11 @@ def decoder(kv_cache=CACHED, axes=None, **options):
 
 def decoder_without_offset():
     return decoder(offset=False)
+
+
+def decoder_without_cached_keys():
+    """The mask hides most cached tokens; the prompt is as long as the longest call."""
+    return decoder(axes={"S": "1:4:8"}, attended=False)
 
 
 def decoder_of_the_last_token():

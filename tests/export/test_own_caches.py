@@ -260,6 +260,20 @@ def test_a_small_difference_between_decoding_and_one_call_is_refused(make, tmp_p
         md.export(make(), tmp_path / "bundle", precision="fp32", golden=("min",))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        own_models.decoder_without_cached_keys,
+        pytest.param(cached_models.without_cached, marks=pytest.mark.slow),
+    ],
+    ids=["dynamic", "preallocated"],
+)
+def test_a_mask_that_begins_again_in_every_call_is_refused(make, tmp_path):
+    """Also where the rest of the model makes little of it, and where the prompt fills the longest call."""
+    with pytest.raises(ExportError, match="one call with all tokens"):
+        md.export(make(), tmp_path / "bundle", precision="fp16", golden=("min",))
+
+
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
 def test_a_cache_of_transformers_goes_in_and_out_as_tensors(cache):
     """The wrapped model decodes as the model itself does with the library's own cache."""
