@@ -31,5 +31,5 @@ with md.open_runner(bundle) as runner:
 # The trace of the bundle, and a new one with 8 steps.
 report = md.validate(bundle, steps=8, prompt=5, batch=2)
 print(f"{report.outcome}: {report.headline}")
-for trace in report.to_dict()["decode"]:
-    print(f"{trace['backend']}: {trace['trace']}: {'passed' if trace['passed'] else 'failed'}")
+for trace in report.record.decode:
+    print(f"{trace.backend}: {trace.trace}: {trace.outcome}")

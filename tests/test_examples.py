@@ -83,6 +83,16 @@ def test_decode(run, name):
     assert "passed: " in printed
 
 
+def test_the_lines_of_decode(run, bundles, monkeypatch):
+    bundle, validate = bundles("tiny-dynamic"), md.validate
+    quick = {"backends": ["ort-cpu"], "probe": False, "latency": False}
+    monkeypatch.setattr(md, "export", lambda *_, **__: bundle)
+    monkeypatch.setattr(md, "validate", lambda bundle, **_: validate(bundle, **quick))
+    printed = run("05_decode")
+    assert "passed: " in printed
+    assert printed.count(": passed\n") == 1
+
+
 @pytest.mark.slow
 def test_an_own_cache(run):
     printed = run("06_own_cache")
