@@ -36,6 +36,7 @@ from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.files import PathPart, as_plain, check_plain, problem_in, read_json, read_regular
 from mha_deploy.keywords import typed_value
 from mha_deploy.model.catalog import find_spec, is_factory
+from mha_deploy.model.source import is_onnx_file
 from mha_deploy.options import EngineOptions, OnName, ValidateOptions, in_python, read_options, silent
 from mha_deploy.output import (
     check_file,
@@ -835,7 +836,7 @@ def _bundle(entry: ModelEntry, precision: str, plan: Plan, folder: Path) -> tupl
     made_of = [msgspec.to_builtins(entry), precision, plan.seed, __version__]
     if content.is_file():
         made_of.append(sha256(content))
-    elif not factory:
+    elif not (factory or is_onnx_file(entry.model)):  # of an absent file, the export says so
         made_of.append(find_spec(entry.model).to_dict())
     bundle = folder / "bundles" / PathPart(f"{written[:150]}-{precision}-{_digest(made_of)[:12]}", "a model")
     make_folder(bundle.parent, within=folder)

@@ -192,6 +192,18 @@ def test_an_export_that_fails_is_a_failure_with_the_reason_in_words_of_the_plan(
     assert marks == ["bad", "none"]
 
 
+@pytest.mark.parametrize("model", ["gone/net.onnx", "net.onnx", "gone/net.py:model"])
+def test_a_file_that_is_not_there_fails_its_cells(tmp_path, monkeypatch, model):
+    def export(entry, precision, target):
+        md.export(entry.model, target, precision=precision)
+
+    monkeypatch.chdir(tmp_path)
+    done = run_matrix(read_plan(plan_of(model)), tmp_path, Scripted(), export)
+    assert [cell.status for cell in done.cells] == ["failed"]
+    assert "no such" in done.cells[0].why
+    assert model.partition(":")[0] in done.cells[0].why
+
+
 def test_what_cannot_be_done_is_unavailable_with_the_reason(bundles, tmp_path):
     counts, steps = [], []
     plan = plan_of(str(bundles("tiny-gqa").path), "no-such-model")
