@@ -174,14 +174,15 @@ class WatchedLoops(TorchFunctionMode):
 
     A trace has every operation of a loop in Python once for each round. Where some hundred of them come from
     one line, in one call of its function, and are most of the trace, tracing takes minutes, and so does all
-    that follows. It is refused when it has taken a 120th of the time limit.
+    that follows. It is refused when it has taken a 120th of the time limit, and half a minute at least: the
+    limit is for a call of a runtime, and may be short where tracing is not.
     """
 
-    _ROUNDS, _PART = 100, 120
+    _ROUNDS, _PART, _LEAST_S = 100, 120, 30.0
 
     def __init__(self) -> None:
         super().__init__()
-        self._begin, self._seconds = time.thread_time(), isolation.limit_s / self._PART
+        self._begin, self._seconds = time.thread_time(), max(isolation.limit_s / self._PART, self._LEAST_S)
         self._all, self._looped = 0, 0
         self._lines: dict[tuple[CodeType, int], tuple[FrameType, int]] = {}
 
@@ -202,19 +203,20 @@ class WatchedLoops(TorchFunctionMode):
                     "PyTorch unrolls a loop, and its iterations would be most of the graph.",
                     got=f"{where}: {self._looped} of {self._all} operations so far, after {spent:.0f} s",
                     hint="fixed sizes, such as --axis S=128, which are traced faster; a module without the "
-                    f"loop; or --time-limit {10 * isolation.limit_s:.0f}",
+                    f"loop; or --time-limit {10 * self._PART * self._seconds:.0f}",
                 )
         return func(*args, **(kwargs or {}))
 
 
 def _calling_frame() -> FrameType | None:
-    """The user's code that calls an operation itself, not through a module of PyTorch."""
+    """The user's code that calls an operation itself; None for a module of PyTorch, and for its exporter."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(str(_TORCH)):
         if frame.f_code.co_name == "_call_impl":
             return None
         frame = frame.f_back
-    return frame
+    is_own = frame is not None and _PACKAGE in Path(frame.f_code.co_filename).parents
+    return None if is_own else frame
 
 
 def was_interrupted(error: BaseException | None) -> bool:

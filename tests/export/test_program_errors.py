@@ -214,15 +214,38 @@ def test_a_module_is_left_as_it_was_also_after_a_failure():
     assert [each.training for each in module.modules()] == [True, True, False, True]
 
 
-def test_a_loop_that_takes_long_to_unroll_is_refused_with_its_line():
-    usual = isolation.limit_s
-    md.configure(time_limit=12)  # a tenth of a second for what is mostly a loop
-    try:
-        with pytest.raises(ExportError) as caught:
-            export_program(Rounds(), X, {"x": ("B", "S")}, AXES)
-    finally:
-        md.configure(time_limit=usual)
+@pytest.fixture
+def limits(monkeypatch):
+    """A function that sets the time limit, and the seconds that a loop may always take."""
+
+    def set_limits(limit_s, least_s):
+        monkeypatch.setattr(isolation, "limit_s", limit_s)
+        monkeypatch.setattr(explain.WatchedLoops, "_LEAST_S", least_s)
+
+    return set_limits
+
+
+def test_a_loop_that_takes_long_to_unroll_is_refused_with_its_line(limits):
+    limits(12, 0.1)  # a tenth of a second for what is mostly a loop
+    with pytest.raises(ExportError) as caught:
+        export_program(Rounds(), X, {"x": ("B", "S")}, AXES)
     assert line_of("x = x + x[:, :1] * at  # again and again") in caught.value.got
+
+
+def test_a_short_limit_for_runtimes_leaves_time_for_a_loop(monkeypatch):
+    monkeypatch.setattr(isolation, "limit_s", 1.0)
+    x = torch.zeros(2)
+    with explain.WatchedLoops():
+        for _ in range(5000):
+            x = x + 1
+    assert x.tolist() == [5000, 5000]
+
+
+def test_what_pytorch_does_for_itself_is_no_loop_of_the_user(limits):
+    limits(0.0, 0.0)
+    model = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)
+    inputs = {"src": torch.randn(2, 6, 8)}
+    assert export_program(model, inputs, {"src": ("B", "S")}, AXES).outputs == {"output": ("B", "S", 8)}
 
 
 def test_a_crash_of_the_optimizer_is_an_export_error_with_the_line():
