@@ -341,11 +341,7 @@ class Command(click.Command):
     @cached_property
     def params(self) -> list[click.Parameter]:  # type: ignore[override]
         """Its arguments and options."""
-        everything = click.Option(
-            ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_everything,
-            help="Explain every option.",
-        )  # fmt: skip
-        return [*self._make_params(), everything]
+        return [*self._make_params(), _help_all()]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the command line; an option without its value does not take the next option for one."""
@@ -406,6 +402,10 @@ def _place(panel: str, name: str) -> int:
 class CommandGroup(click.Group):
     """The main command, and `plugins`: their verbs by purpose."""
 
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.params.append(_help_all())
+
     def add(self, command: click.Command) -> click.Command:
         """Add a verb, also as a decorator."""
         self.add_command(command)
@@ -444,6 +444,17 @@ def _first_sentence(command: Any) -> str:
 
 
 def _show_everything(ctx: click.Context, option: click.Parameter, value: bool) -> None:
-    if value and isinstance(ctx.command, Command):
-        click.echo(ctx.command.help_text(ctx, everything=True), nl=False)
+    if value:
+        verb = ctx.command
+        text = (
+            verb.help_text(ctx, everything=True) if isinstance(verb, Command) else f"{verb.get_help(ctx)}\n"
+        )
+        click.echo(text, nl=False)
         raise click.exceptions.Exit()
+
+
+def _help_all() -> click.Option:
+    return click.Option(
+        ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_everything,
+        help="Explain every option.",
+    )  # fmt: skip

@@ -57,6 +57,11 @@ def test_help_all_explains_every_option(verb, help_of):
             assert first in text, option.name
 
 
+@pytest.mark.parametrize("group", ["", "plugins"])
+def test_a_group_takes_the_option_for_all_help(group, help_of):
+    assert help_of(group, "--help-all") == help_of(group)
+
+
 def test_help_spells_out_the_choices(help_of):
     text = help_of("export")
     assert "[auto|fp16|bf16|fp32|int8|fp8]" in text
