@@ -207,7 +207,7 @@ def calibrate(
     found = {name: Magnitudes() for name in wanted}
     for sample in samples:
         on_sample(Step("calibration", sample.name))
-        values = {**sample.inputs, **program.run(sample.inputs)}
+        values = {**sample.inputs, **program.run(sample.inputs, sample=sample.name)}
         for name, magnitudes in found.items():
             magnitudes.add(np.asarray(values[name], np.float64))
     read = sorted({name for each in layers for name in each.activations})
@@ -289,7 +289,7 @@ class Trials:
         self._samples = list(islice(samples, FEW))
         runs = [ExactMode(_MOST_RESULTS // FEW) for _ in self._samples]
         pairs = zip(self._samples, runs, strict=True)
-        self._true = [self._program.run(each.inputs, run) for each, run in pairs]
+        self._true = [self._program.run(each.inputs, run, sample=each.name) for each, run in pairs]
         self._results = [run.results for run in runs]
         self._change = {each.name: _changes(each, scales, format) for each in layers}
 
@@ -339,7 +339,7 @@ def measure_loss(
     for sample in samples:
         read += 1
         on_sample(Step("loss", sample.name))
-        true, got = (program.run(sample.inputs) for program in programs)
+        true, got = (program.run(sample.inputs, sample=sample.name) for program in programs)
         for name, each in sums.items():
             each.add(true[name], got[name])
         for name, agreeing in counts.items():

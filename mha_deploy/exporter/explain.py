@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -507,21 +507,58 @@ def run_explained(
             got = _first_overflow(lambda: module(**arguments)).found or str(error).splitlines()[0]
             raise ExportError(what, got=got, hint=hint) from error
         got = f"{at}{failed.got}"
-        if isinstance(error, IndexError) and (short_tables := _tables_that_end(module, arguments)):
+        if isinstance(error, IndexError) and (ended := _table_that_ends(module, arguments)) is not None:
             shapes = ", ".join(f"{name} {list(each.shape)}" for name, each in arguments.items())
-            rows = ", ".join(f"{name} has {count} rows" for name, count in short_tables.items())
-            got, most = f"{got}; {rows}: {shapes}", min(short_tables.values())
+            got, most = f"{got}; {ended.name} has {ended.rows} rows", ended.rows
+            if ended.of:
+                what = f"Input {ended.of} has numbers beyond the table that it indexes, at {where}."
+                got, hint = f"{got}; input {ended.of} has {ended.number}", f"numbers from 0 to {most - 1}"
+                raise NoResult(what, got=got, hint=hint) from error
+            got = f"{got}, and is read at {ended.number}: {shapes}"
             hint = f"axes that end with the table, as --axis NAME=1:{most}:{most}, or a larger table"
             raise NoResult(f"A table of the module ends before {where}.", got=got, hint=hint) from error
         hint = f"{hint}, or --precision auto if it runs in float32" if {"fp16", "bf16"} & {*types} else hint
         raise NoResult(f"The module does not run at {where}.", got=got, hint=hint) from error
 
 
-def _tables_that_end(module: nn.Module, arguments: Mapping[str, Tensor]) -> dict[str, int]:
-    """The rows of the embeddings that are fewer than the positions of an input, by name."""
-    longest = max((size for each in arguments.values() for size in each.shape), default=0)
-    tables = {name: each for name, each in module.named_modules() if isinstance(each, nn.Embedding)}
-    return {name: each.num_embeddings for name, each in tables.items() if each.num_embeddings < longest}
+class _ShortTable(NamedTuple):
+    """An embedding that was read beyond its rows; `of` is the input whose numbers are the indices, if any."""
+
+    name: str
+    rows: int
+    number: int
+    of: str
+
+
+def _table_that_ends(module: nn.Module, arguments: Mapping[str, Tensor]) -> _ShortTable | None:
+    """The first embedding that a module reads beyond its rows; None where another table ends."""
+    found: list[_ShortTable] = []
+
+    def watch(name: str, table: nn.Embedding) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def note(_: nn.Module, given: tuple[Any, ...]) -> None:
+            at = given[0] if given and isinstance(given[0], Tensor) else None
+            if found or at is None or not at.numel():
+                return
+            rows, least, most = table.num_embeddings, int(at.min()), int(at.max())
+            if least < 0 or most >= rows:
+                same = (
+                    key
+                    for key, each in arguments.items()
+                    if not each.is_floating_point() and torch.equal(each.flatten().to(at), at.flatten())
+                )
+                found.append(_ShortTable(name, rows, most if most >= rows else least, next(same, "")))
+
+        return note
+
+    tables = [(name, each) for name, each in module.named_modules() if isinstance(each, nn.Embedding)]
+    hooks = [table.register_forward_pre_hook(watch(name, table)) for name, table in tables]
+    try:
+        with contextlib.suppress(Exception):  # it fails as it did
+            run_module(module, arguments)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found[0] if found else None
 
 
 def refuse_infinite_constants(program: ExportedProgram, where: str) -> None:

@@ -15,12 +15,13 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from mha_deploy.bundle.cases import Arrays
+from mha_deploy.errors import DeployError
 from mha_deploy.exporter.samples import RoundingMode
 from mha_deploy.graph.attention_node import MASK, QK_OUTPUT
 from mha_deploy.graph.file import with_outputs
 from mha_deploy.graph.ir import is_op
 from mha_deploy.graph.quantize import ScaledConstant, scaled_constant
-from mha_deploy.graph.roles import FUSED_MATMULS, LAYOUT, MATMULS, NORMS, QUANTIZERS, SOFTMAXES
+from mha_deploy.graph.roles import FUSED_MATMULS, LAYOUT, MATMULS, MOVES, NORMS, QUANTIZERS, SOFTMAXES
 from mha_deploy.graph.upcast import FLOATS, in_float64
 from mha_deploy.model.masking import ABSORBS_FLOAT32, absorbs_all_scores
 from mha_deploy.model.precision import PRECISIONS, Precision
@@ -38,6 +39,7 @@ _ROUNDED |= {"SimplifiedLayerNormalization", "SkipLayerNormalization", "Gelu", "
 _ROUNDED |= {"Mish", "Elu", "HardSwish"}
 _ROUNDED |= {"Softplus", "LeakyRelu", "FastGelu", "BiasGelu", "Gather", "DequantizeLinear"}
 _SUMS = frozenset({"Add", "Sub", "Sum"})
+_SAME_NUMBERS = frozenset({*MOVES, "Flatten", "Expand", "Slice", "Cast"})
 _SCALED = frozenset({"Mul", "Div"})
 _ROUNDING = _MATMULS | _ROUNDED
 _ORDERED = {"TopK": -1, "ArgMax": 0, "ArgMin": 0}  # with the axis by default
@@ -495,6 +497,9 @@ class FileProgram:
         self._names += [name for name in keep if name not in self._names]
         self._mode = FileRounding()
         self._weights: set[str] = set()  # of softmaxes, by name
+        self._inputs = {str(value.name) for value in model.graph.inputs}
+        self._same_numbers: dict[str, str] = {}  # the value that another one has the numbers of
+        self._sample = ""
         for node in self._evaluator.rt_nodes_:
             self._follow(node)
 
@@ -502,6 +507,8 @@ class FileProgram:
         """Let a node of the evaluator, and those of its subgraphs, be computed by the mode."""
         operator, inputs, outputs = node.op_type, tuple(node.onnx_node.input), tuple(node.onnx_node.output)
         fixed = self._evaluator.rt_inits_
+        if operator in _SAME_NUMBERS:
+            self._same_numbers[outputs[0]] = inputs[0]
         self._weights.update(outputs[:1] if operator == "Softmax" else ())
         self._weights.update(outputs[QK_OUTPUT:] if operator == "Attention" else ())
         inside = [each.name for each in node.onnx_node.attribute if each.type == onnx.AttributeProto.GRAPH]
@@ -524,13 +531,37 @@ class FileProgram:
         compute = _side_by_side(operator, node.run)
 
         def run(*inputs: Any, **options: Any) -> Any:
-            return self._mode.call(known, lambda *given: compute(*given, **options), inputs)
+            try:
+                return self._mode.call(known, lambda *given: compute(*given, **options), inputs)
+            except IndexError as error:
+                if operator != "Gather":
+                    raise
+                raise self._beyond_table(known, inputs) from error
 
         node.run = run
 
-    def run(self, feeds: Arrays, mode: FileRounding | None = None) -> dict[str, np.ndarray]:
-        """The outputs, and the values that are kept, by name; floats in FP64, exact without a mode."""
-        self._mode = mode or FileRounding()
+    def _beyond_table(self, node: FileNode, inputs: Inputs) -> DeployError:
+        """An index beyond the table that a Gather reads, with the input that it comes from."""
+        rows = int(inputs[0].shape[getattr(node.evaluated, "axis", 0)])
+        most, least = int(inputs[1].max()), int(inputs[1].min())
+        name = node.inputs[1]
+        while name not in self._inputs and name in self._same_numbers:
+            name = self._same_numbers[name]
+        what, place = f"An index of node {node.name} is beyond its table.", f"node {node.name}"
+        if name in self._inputs:
+            what, place = f"Input {name} has numbers beyond the table that it indexes.", f"input {name}"
+        place = f"{self._sample}: {place}" if self._sample else place
+        got = f"{place} has {most if most >= rows else least}; the table has {rows} rows"
+        return DeployError(what, got=got, hint=f"numbers from 0 to {rows - 1}")
+
+    def run(
+        self, feeds: Arrays, mode: FileRounding | None = None, *, sample: str = ""
+    ) -> dict[str, np.ndarray]:
+        """The outputs, and the values that are kept, by name; floats in FP64, exact without a mode.
+
+        `sample` is what errors call the inputs.
+        """
+        self._mode, self._sample = mode or FileRounding(), sample
         wide = {name: x if x.dtype.kind in "iub" else x.astype(np.float64) for name, x in feeds.items()}
         # A fully masked query is NaN before it becomes zero, which is no warning for anybody.
         with graph_code(self._title), np.errstate(all="ignore"):

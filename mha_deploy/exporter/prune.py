@@ -317,8 +317,8 @@ def prune(
         few = list(islice(chosen_by, FEW))
         for sample in chosen_by:
             on_step(Step("heads", sample.name))
-            program.run(sample.inputs, _Gram(found, gram))
-        true = [program.run(sample.inputs) for sample in few]
+            program.run(sample.inputs, _Gram(found, gram), sample=sample.name)
+        true = [program.run(sample.inputs, sample=sample.name) for sample in few]
 
         def loss(removed: Sequence[Unit]) -> float:
             partners = _partners(gram, removed)
@@ -504,7 +504,7 @@ def pool(
         refuse_heads(_counts(found), kv_heads=kv_heads)
         chosen_by, held_out, is_held_out = samples.split()
         few, program = list(islice(chosen_by, FEW)), FileProgram(original.model)
-        true = [program.run(sample.inputs) for sample in few]
+        true = [program.run(sample.inputs, sample=sample.name) for sample in few]
         alone: dict[str, float] = {}
         for name in found:
             on_step(Step("sensitivity", name))

@@ -6,6 +6,7 @@ from functools import cache, partial
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnx_ir as ir
 import pytest
 from click.testing import CliRunner
@@ -43,6 +44,29 @@ def bundles(model, tmp_path_factory):
     for name, data in (("int8", [*samples(), *samples(1, length=17)]), ("fp8", samples())):
         made[name] = md.export(model, folder / name, precision=name, data=data, **OPTIONS)
     return made
+
+
+TABLE = """<ir_version: 10, opset_import: ["" : 23]> g (int64[B, S] ids) => (float[B, S, 4] y) {
+    i = Identity (ids)
+    x = Gather (table, i)
+    y = MatMul (x, w)
+}"""
+
+
+@pytest.mark.parametrize("number", [7, -4])
+def test_a_token_outside_the_vocabulary_is_refused_with_its_sample(tmp_path, number):
+    file = onnx.parser.parse_model(TABLE)
+    for name, rows in (("table", 3), ("w", 4)):
+        file.graph.initializer.append(numpy_helper.from_array(np.ones((rows, 4), np.float32), name))
+    onnx.save(file, tmp_path / "table.onnx")
+    right, wrong = np.array([[0, 2]]), np.array([[1, number]])
+    data = [{"ids": right}, {"ids": wrong}]
+    axes = {"B": "1", "S": "1:2:4"}
+    with pytest.raises(md.DeployError) as caught:
+        md.export(tmp_path / "table.onnx", tmp_path / "out", precision="int8", data=data, axes=axes)
+    for part in ("[1]", "ids", str(number), "3 rows"):
+        assert part in caught.value.got
+    assert not (tmp_path / "out").exists()
 
 
 def relative(got, true):

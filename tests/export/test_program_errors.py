@@ -278,6 +278,33 @@ def test_axes_beyond_a_table_of_positions_are_explained(tmp_path, precision):
     assert not (tmp_path / "out").exists()
 
 
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.types, self.words = nn.Embedding(2, 4), nn.Embedding(30, 4)
+
+    def forward(self, ids):
+        return self.words(ids) + self.types(torch.zeros_like(ids))
+
+
+class Listed(Words):
+    def forward(self, ids):
+        return self.words.weight[ids] + self.types.weight[0]
+
+
+@pytest.mark.parametrize("module", [Words(), Listed()], ids=lambda module: type(module).__name__)
+def test_numbers_beyond_a_table_are_not_blamed_on_sizes(tmp_path, module):
+    inputs = {"ids": md.Example(torch.full((1, 4), 70), "B", "S")}
+    model = md.Deployable(module=module, inputs=inputs, axes={"B": "1", "S": "1:4:4"})
+    with pytest.raises(ExportError) as caught:
+        md.export(model, tmp_path / "out", precision="fp32")
+    assert "types" not in caught.value.got
+    assert "sizes" not in caught.value.hint
+    if type(module) is Words:
+        for part in ("ids", "70", "words", "30 rows"):
+            assert part in f"{caught.value.what} {caught.value.got}"
+
+
 @pytest.mark.parametrize(
     "error",
     [
