@@ -97,9 +97,14 @@ def given_of(options: Any, names: Iterable[str]) -> list[str]:
     """Those of some options that do not have their defaults, as on the command line: `--opset 24`."""
     found = []
     for each in options_of(type(options), *names).values():
-        if (value := getattr(options, each.name)) != each.default:
+        value = getattr(options, each.name)
+        if (tuple(value) if isinstance(value, list) else value) != each.default:
             flag = flags_of(each)[0]
-            found.append(flag if value is True else f"{flag} {value}")
+            given = [f"{key}={one}" for key, one in value.items()] if isinstance(value, Mapping) else value
+            is_list = isinstance(given, Sequence) and not isinstance(given, str)
+            shown = ",".join(map(str, given)) if is_list else given
+            no = f"--no-{flag.removeprefix('--')}"
+            found.append(flag if value is True else no if value is False else f"{flag} {shown}")
     return found
 
 
@@ -398,9 +403,12 @@ _OF_THIS_MACHINE = (
     "kernels",
     "graphs",
     "engine_files",
+    "names",
     "require_fused",
     "require_precision",
 )
+OF_SERVER = ("clients", "requests", "timeout_s")
+"""The options of a validation that only a server has."""
 
 
 def refuse_contradictions(options: ValidateOptions, *, has_runners: bool) -> None:
@@ -412,13 +420,16 @@ def refuse_contradictions(options: ValidateOptions, *, has_runners: bool) -> Non
         what = "The source of the model is used only with --data, --fresh or --steps."
         hint = "--data with your samples, --fresh N, or --steps N"
         raise DeployError(what, got=options.source, hint=hint)
-    if options.names and not (options.graphs or options.engine_files or has_runners):
+    if options.names and options.url is None and not (options.graphs or options.engine_files or has_runners):
         what, hint = (
             "Names are mapped only for another graph, engine or runner.",
             "--graph or --engine-file; in Python also runners=",
         )
         raise DeployError(what, got=options.names, hint=hint)
     if options.url is None:
+        if unused := given_of(options, OF_SERVER):
+            what, hint = "These options are of a server.", "--url grpc://HOST:PORT as well, or leave them out"
+            raise DeployError(what, got=", ".join(unused), hint=hint)
         return
     local = [name for name in _OF_THIS_MACHINE if getattr(options, name)]
     local += ["data"] * (options.data is not None) + ["runners"] * has_runners

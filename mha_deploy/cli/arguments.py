@@ -19,7 +19,7 @@ import click
 from mha_deploy import api as md
 from mha_deploy.cli.help import Command, choices_of
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError, SpecError, place_of_error
-from mha_deploy.options import MOST_SECONDS, OF_DEPLOY, OnStep, option, options_of, silent
+from mha_deploy.options import MOST_SECONDS, OF_DEPLOY, OF_SERVER, OnStep, option, options_of, silent
 from mha_deploy.status import Outcome
 
 if TYPE_CHECKING:
@@ -199,8 +199,12 @@ def _with_requirements(
         tables = f"{found.path} has no [models.{json_text.dumps(model)}]"
         click.echo(f"note: {tables}, and tables of other models: {others}", err=True)
     result = dict(values)
-    # Those of an engine that is not built are for other calls.
-    unused = OF_DEPLOY if verb == "deploy" and not values["engine"] else ()
+    # Those of an engine that is not built, or of a server that there is not, are for other calls.
+    unused: tuple[str, ...] = OF_DEPLOY if verb == "deploy" and not values["engine"] else ()
+    if verb == "validate":
+        if values["self_test"]:
+            return values
+        unused = OF_SERVER if values["url"] is None else ()
     for name, value in found.options(verb, model).items():
         if name in known and name not in (*given, *unused):
             is_numbers = known[name][0] == "Sequence[int]"

@@ -46,8 +46,10 @@ from mha_deploy.options import (
     Limits,
     PackageOptions,
     ValidateOptions,
+    given_of,
     option,
     options_of,
+    read_options,
 )
 from mha_deploy.process import python_command, run
 from mha_deploy.status import Outcome
@@ -503,12 +505,13 @@ def validate(
 
     asked = {f"--{name}": options[name] or None for name in ("steps", "prompt", "batch")}
     got = " ".join(f"{name} {number}" for name, number in asked.items() if number is not None)
-    one = "use one of them at a time"
-    if self_test and got:
-        raise DeployError("The self-test has no decode steps.", got=f"--self-test {got}", hint=one)
-    if self_test and options["url"] is not None:
-        problem, got = "The self-test mutates a graph, and a server has its own.", f"--url {options['url']}"
-        raise DeployError(problem, got=f"--self-test {got}", hint=one)
+    if self_test:
+        _refuse_unused_by_self_test(read_options(ValidateOptions, options))
+        if out is not None or overwrite:
+            got = " ".join([f"-o {out}"] * (out is not None) + ["--overwrite"] * overwrite)
+            raise DeployError(
+                "The self-test writes no report.", got=got, hint="leave them out, or --self-test"
+            )
     if got and not options["steps"]:
         problem = "--prompt and --batch have no effect without --steps."
         raise DeployError(problem, got=got, hint="add --steps 64")
@@ -543,6 +546,18 @@ def validate(
         save=save,
         verdict=tables.verdict_renderable(data),
     )
+
+
+def _refuse_unused_by_self_test(options: ValidateOptions) -> None:
+    """Refuse options that the self-test does not use: all of a validation but one CPU runtime."""
+    names = [name for name in options_of(ValidateOptions) if name != "backends"]
+    unused = given_of(options, names) + [f"--backend {name}" for name in options.backends[1:]]
+    if unused:
+        what = (
+            "The self-test only mutates the graph, on the cases of the bundle: it does not use these options."
+        )
+        hint = "leave them out, or --self-test: use one of them at a time"
+        raise DeployError(what, got=f"--self-test {', '.join(unused)}", hint=hint)
 
 
 def _place_of_report(options: Mapping[str, Any]) -> Path:

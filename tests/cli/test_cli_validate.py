@@ -186,13 +186,39 @@ def test_the_self_test_detects_every_mutation(run_cli, bundles):
         (["--prompt", "5"], "no effect without --steps", "--steps 64"),
         (["--batch", "2"], "no effect without --steps", "--steps 64"),
         (["--steps", "0", "--prompt", "5", "--batch", "2"], "no effect without --steps", "--steps 64"),
-        (["--self-test", "--steps", "5"], "The self-test has no decode steps", "at a time"),
-        (["--self-test", "--batch", "2"], "The self-test has no decode steps", "at a time"),
     ],
 )
 def test_options_of_decode_steps_without_steps_are_refused(refused, bundles, options, what, hint):
-    given = " ".join(part for part in options if part not in ("--steps", "0") or "--self-test" in options)
+    given = " ".join(part for part in options if part not in ("--steps", "0"))
     refused("validate", bundles("tiny-dynamic").path, *options, what=what, got=given, hint=hint)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--steps 5", "--batch 2", "--graph nonexist.onnx", "--engine-file e.engine", "--data d.npz",
+        "--map a=b", "--require-run", "--require-coverage", "--require-fused", "--require-precision",
+        "--fresh 3", "--source s.onnx", "--metric m.py:f", "--no-latency", "--conformance", "--seed 3",
+        "--requirements r.toml", "--engine e", "--samples 300", "--clients 1,2", "--url grpc://h:1",
+        "-o out", "--overwrite",
+    ],
+)  # fmt: skip
+def test_options_that_the_self_test_does_not_use_are_refused(refused, bundles, options):
+    folder = bundles("tiny-gqa").path
+    refused("validate", folder, "--self-test", *options.split(), what="self-test", got=options)
+
+
+def test_options_of_a_file_are_for_other_calls_than_the_self_test(run_cli, tmp_path, monkeypatch):
+    (tmp_path / "mha-deploy.toml").write_text("[validate]\nrequire_run = true\nrequests = 5\n")
+    monkeypatch.chdir(tmp_path)
+    for options in (["--self-test"], []):
+        done = run_cli("validate", "absent", *options)
+        assert "no bundle" in done.err
+
+
+@pytest.mark.parametrize("options", ["--clients 1,2", "--requests 7", "--timeout 3.0"])
+def test_options_of_a_server_without_one_are_refused(refused, bundles, options):
+    refused("validate", bundles("tiny-gqa").path, *options.split(), what="server", got=options, hint="--url")
 
 
 @pytest.mark.slow

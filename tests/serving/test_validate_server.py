@@ -248,7 +248,14 @@ def test_a_model_that_is_not_served_is_unavailable(served, refused, bundles):
 
 @pytest.mark.parametrize(
     "options",
-    [("--backend", "ort-cpu"), ("--engine", "e"), ("--latency",), ("--require-fused",), ("--conformance",)],
+    [
+        ("--backend", "ort-cpu"),
+        ("--engine", "e"),
+        ("--latency",),
+        ("--require-fused",),
+        ("--conformance",),
+        ("--graph", "g.onnx"),
+    ],
 )
 def test_what_is_not_for_a_server_is_refused(refused, bundles, options):
     command = ("validate", bundles("tiny-gqa").path, "--url", "grpc://h:1", *options)
@@ -258,7 +265,7 @@ def test_what_is_not_for_a_server_is_refused(refused, bundles, options):
 
 def test_a_server_cannot_be_mutated(refused, bundles):
     command = ("validate", bundles("tiny-gqa").path, "--url", "grpc://h:1", "--self-test")
-    refused(*command, what="mutates a graph")
+    refused(*command, what="mutates the graph", got="--url")
 
 
 def test_an_attention_that_no_output_shows_is_not_verified_by_a_server(served, bundles, tmp_path):
