@@ -198,7 +198,7 @@ def test_a_model_of_that_name_is_replaced_only_on_request(package, tmp_path):
         ({"backends": ["ort-cpi"]}, "no engine of that name"),
         ({"backends": ["ort-cpu", "ort-cuda"]}, "no engine of that name"),
         ({"name": "../up"}, "cannot be the name"),
-        ({"instances": 0}, "instances is too small"),
+        ({"instances": 0}, "instances is out of bounds"),
     ],
 )
 def test_what_cannot_be_served_is_refused(package, options, message, tmp_path):
