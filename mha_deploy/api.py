@@ -24,6 +24,7 @@ from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.deployable import Deployable
 from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import find_precision
+from mha_deploy.model.source import AxisRanges as Axes
 from mha_deploy.model.source import Model, describe, find_checkpoint_layer, find_model, range_text
 from mha_deploy.options import (
     MOST_SECONDS,
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from mha_deploy.graph.rules import Eligibility
     from mha_deploy.judge import ParityReport
     from mha_deploy.model.source import AnySource, Examples
-    from mha_deploy.model.source import AxisRanges as Axes
     from mha_deploy.regression.compare import Comparison
     from mha_deploy.regression.matrix import Matrix, MatrixCell
     from mha_deploy.regression.record import Replay

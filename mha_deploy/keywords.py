@@ -1,40 +1,70 @@
-"""What a caller passes to the API, by its annotation: the right type, or an error that names it."""
+"""What a caller passes to the API, by the type of the parameter: the right one, or an error that names it."""
 
 from __future__ import annotations
 
+import builtins
+import inspect
 import math
 import os
-import re
 import reprlib
-from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from mha_deploy.errors import DeployError
 
 Given = ParamSpec("Given")
 Got = TypeVar("Got")
 _MISFIT = object()
-_ALTERNATIVES = re.compile(r" \| (?![^\[]*\])")
-_EXAMPLES = {
-    "int": "1", "float": "0.5", "str": '"..."', "Path": '"path/to/it"',
-    "Axes": '{"S": "1:128:512"}', "Mapping": '{"name": ...}',
-    "Callable": "a function", "OnStep": "a function",
+_EXAMPLES: Mapping[Any, str] = {
+    int: "1", float: "0.5", str: '"..."', Path: '"path/to/it"', os.PathLike: '"path/to/it"',
+    Mapping: '{"name": ...}', Callable: "a function",
 }  # fmt: skip
-_FUNCTIONS, _MAPPINGS = ("Callable", "OnStep"), ("Axes", "Mapping")
-_IS_LISTED = ("str", "Path", "StrPath", "Any")  # one of them stands for a list of one
+_IS_LISTED = {str, Path, os.PathLike, Any}  # one of them stands for a list of one
 
 
-def typed_value(name: str, kind: str, value: Any, default: Any = None, **bounds: Any) -> Any:
-    """A value as a parameter of this annotation holds it.
+class Unchecked:
+    """The type of what only a type checker imports: what takes the value knows more of it."""
 
-    A scalar of NumPy is a number, a string is a path where one is wanted, and one item is a list of one. An
-    annotation that names a class of this package is not checked: what takes the value knows more of it.
+
+class _Names(dict[str, Any]):
+    """The names of a module as its annotations mean them."""
+
+    def __missing__(self, name: str) -> Any:
+        return getattr(builtins, name, Unchecked)
+
+
+@cache
+def types_of(owner: Any) -> Mapping[str, Any]:
+    """The types of a function's parameters, or of a record's fields, by name."""
+    names = _Names(vars(sys.modules[owner.__module__]))
+    return get_type_hints(owner, localns=names, include_extras=True)
+
+
+def alternatives(kind: Any) -> tuple[Any, ...]:
+    """The types that a union allows, without None, or the one type that it is."""
+    parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return tuple(each for each in parts if each is not NoneType)
+
+
+def item_of(kind: Any) -> Any | None:
+    """The type of the items, if the value is a sequence."""
+    first = alternatives(kind)[0]
+    return get_args(first)[0] if get_origin(first) is Sequence else None
+
+
+def typed_value(name: str, kind: Any, value: Any, default: Any = None, **bounds: Any) -> Any:
+    """A value as a parameter of this type holds it.
+
+    A scalar of NumPy is a number, a string is a path where one is wanted, and one item is a list of one. A
+    class of this package is not checked: what takes the value knows more of it. `Annotated` adds an example.
 
     Args:
         name: The parameter.
-        kind: Its annotation, as text.
+        kind: Its type.
         value: What was passed.
         default: Its default, as an example of what is right.
         bounds: The least and the largest number, as `min` and `max`.
@@ -56,78 +86,79 @@ def typed_value(name: str, kind: str, value: Any, default: Any = None, **bounds:
 
 def typed(function: Callable[Given, Got]) -> Callable[Given, Got]:
     """Check what a function is called with, parameter by parameter, before it does anything."""
-    kinds = {name: str(kind) for name, kind in function.__annotations__.items() if name != "return"}
-    code = function.__code__
-    names = code.co_varnames[: code.co_argcount]
-    first = zip(reversed(names), reversed(function.__defaults__ or ()), strict=False)
-    defaults = {**dict(first), **(function.__kwdefaults__ or {})}
-    rest = code.co_varnames[code.co_argcount + code.co_kwonlyargcount] if code.co_flags & 8 else ""
-    checked_function: Callable[..., Got] = function  # whether the values fit is known only now
+    shape = inspect.signature(function)
+    checked = {name: each for name, each in shape.parameters.items() if each.kind is not each.VAR_KEYWORD}
 
     @wraps(function)
     def call(*args: Given.args, **more: Given.kwargs) -> Got:
-        def checked(name: str, value: Any) -> Any:
-            if name not in kinds or name == rest:
-                return value
-            return typed_value(name, kinds[name], value, defaults.get(name))
-
-        own = [checked(name, value) for name, value in zip(names, args, strict=False)]
-        named = {name: checked(name, value) for name, value in more.items()}
-        return checked_function(*own, *args[len(own) :], **named)
+        try:
+            bound = shape.bind(*args, **more)
+        except TypeError:
+            return function(*args, **more)  # which says it in Python's own words
+        kinds = types_of(function)
+        for name, value in bound.arguments.items():
+            if name in checked and name in kinds:
+                default = checked[name].default
+                shown = None if default is inspect.Parameter.empty else default
+                bound.arguments[name] = typed_value(name, kinds[name], value, shown)
+        return function(*bound.args, **bound.kwargs)
 
     return call
 
 
-def _fitted(kind: str, value: Any) -> Any:
-    """A value as the first alternative of an annotation that it fits, or `_MISFIT`."""
+def _fitted(kind: Any, value: Any) -> Any:
+    """A value as the first alternative of a type that it fits, or `_MISFIT`."""
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
         value = value.item()
-    found = (_fitted_one(each, value) for each in _ALTERNATIVES.split(kind))
+    if value is None and (kind in (None, NoneType) or NoneType in get_args(kind)):
+        return None
+    found = (_fitted_one(each, value) for each in alternatives(kind))
     return next((each for each in found if each is not _MISFIT), _MISFIT)
 
 
-def _fitted_one(kind: str, value: Any) -> Any:
-    """The same, for an annotation without alternatives."""
-    name, _, inner = kind.removesuffix("]").partition("[")
-    if name == "Sequence":
-        if isinstance(value, str | os.PathLike) and inner.startswith(_IS_LISTED):
+def _fitted_one(kind: Any, value: Any) -> Any:
+    """The same, for a type without alternatives."""
+    origin = get_origin(kind) or kind
+    if origin is Annotated:
+        return _fitted(kind.__origin__, value)
+    if origin is Sequence:
+        inner = get_args(kind)[0]
+        takes_text = not _IS_LISTED.isdisjoint(get_origin(each) or each for each in alternatives(inner))
+        if isinstance(value, str | os.PathLike) and takes_text:
             value = (value,)
         if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
             return _MISFIT
         items = tuple(_fitted(inner, each) for each in value)
         return _MISFIT if any(each is _MISFIT for each in items) else items
-    if name == "float" and isinstance(value, int) and not isinstance(value, bool):
+    if origin is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value) if abs(value) < 1e300 else _MISFIT
-    if name in ("Path", "StrPath") and isinstance(value, str | os.PathLike):
-        return Path(value) if name == "Path" else value
-    fits = {
-        "None": value is None,
-        "bool": isinstance(value, bool),
-        "int": isinstance(value, int) and not isinstance(value, bool),
-        "float": isinstance(value, float),
-        "str": isinstance(value, str),
-        **dict.fromkeys(_FUNCTIONS, callable(value)),
-        **dict.fromkeys(_MAPPINGS, isinstance(value, Mapping) and all(isinstance(key, str) for key in value)),
-        **dict.fromkeys(("Path", "StrPath"), False),
-    }
-    return value if fits.get(name, True) else _MISFIT
+    if origin is Path:
+        return Path(value) if isinstance(value, str | os.PathLike) else _MISFIT
+    if origin is Callable:
+        return value if callable(value) else _MISFIT
+    if origin is Mapping:
+        return value if isinstance(value, Mapping) and all(isinstance(key, str) for key in value) else _MISFIT
+    if origin is int and isinstance(value, bool):
+        return _MISFIT
+    is_checked = origin in (bool, int, float, str, os.PathLike)
+    return value if not is_checked or isinstance(value, origin) else _MISFIT
 
 
-def _example(kind: str, value: Any, default: Any) -> str:
+def _example(kind: Any, value: Any, default: Any) -> str:
     """What to pass in its place: the value in the right form, or else the default."""
-    first = _ALTERNATIVES.split(kind)[0]
-    if first == "bool":
+    first = alternatives(kind)[0]
+    origin = get_origin(first) or first
+    if origin is bool:
         return str(str(value).lower() not in ("no", "off", "false", "0"))
-    if first in ("int", "float") and isinstance(value, str) and value.strip().isdecimal():
+    if origin in (int, float) and isinstance(value, str) and value.strip().isdecimal():
         return value.strip()
     if default not in (None, "", ()) and isinstance(default, str | int | float):
         return f'"{default}"' if isinstance(default, str) else str(default)
-    if first == "str" and type(value) in (int, float):
+    if origin is str and type(value) in (int, float):
         return f'"{value}"'
-    name, _, inner = first.partition("[")
-    if name == "Sequence":
-        return f"[{_example(inner.removesuffix(']'), None, None)}]"
-    return _EXAMPLES.get({"StrPath": "Path"}.get(name, name), "...")
+    if origin is Sequence:
+        return f"[{_example(get_args(first)[0], None, None)}]"
+    return str(first.__metadata__[0]) if origin is Annotated else _EXAMPLES.get(origin, "...")
 
 
 def _shown(value: Any) -> str:

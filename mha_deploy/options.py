@@ -4,17 +4,15 @@ A record is what the code that does the work gets. The functions of `api.py` tak
 the command line makes an option of each (`cli/arguments.py`). `help` of a record lists them.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
 from mha_deploy.errors import DeployError, nearest
-from mha_deploy.keywords import typed_value
+from mha_deploy.keywords import alternatives, typed_value
 
 if TYPE_CHECKING:
     from mha_deploy.model.spec import Axis
@@ -30,7 +28,7 @@ class Step(str):
 
     stage: str
 
-    def __new__(cls, stage: str, detail: str) -> Step:
+    def __new__(cls, stage: str, detail: str) -> "Step":
         """`stage: detail`."""
         made = super().__new__(cls, f"{stage}: {detail}")
         made.stage = stage
@@ -90,7 +88,7 @@ def _typed(option: Field[Any], value: Any) -> Any:
     """A value as a field holds it: of its type, and within its bounds."""
     details = option.metadata.get("details", {})
     bounds = {name: details.get(name) for name in ("min", "max")}
-    return typed_value(option.name, str(option.type), value, option.default, **bounds)
+    return typed_value(option.name, option.type, value, option.default, **bounds)
 
 
 def given_of(options: Any, names: Iterable[str]) -> list[str]:
@@ -195,7 +193,7 @@ class EngineOptions:
         "tensorrt-rtx",
     )
     name: str | None = option(None, "Name of the engine. default: the name of the backend")
-    profiles: Sequence[Mapping[str, Axis]] = option(
+    profiles: Sequence[Mapping[str, "Axis"]] = option(
         (),
         "An optimization profile, such as B=1:8:32,S=1:128:512; several go into one engine. "
         "default: the axis ranges of the model",
@@ -537,26 +535,26 @@ class Limits:
 
 _OPTION = re.compile(r"(?<![\w-])--(no-)?([a-z][a-z-]*)(?: ([\w./][\w.:=/-]*(?<![:-])))?")
 _OF_PROCESS = {  # see `md.configure`
-    "in-process": ("in_process", "bool"),
-    "time-limit": ("time_limit", "float"),
-    "trust-code": ("trust_code", "bool"),
+    "in-process": ("in_process", bool),
+    "time-limit": ("time_limit", float),
+    "trust-code": ("trust_code", bool),
 }
 _LAYER = re.compile(r"--hf (\S+) --layer (\d+)")
 _HEADERS = ("tensorrt", "cudnn", "cudnn_frontend", "cuda")
 _KEYWORDS = {  # parameters of functions; the fields of records are found by themselves
-    "axis": ("axes", "Mapping"),
-    "cache": ("cache", "str"),
-    **{f"{name.replace('_', '-')}-include": (f"{name}_include", "Path") for name in _HEADERS},
-    "heads": ("heads", "int"),
-    "input": ("inputs", "Mapping"),
-    "jobs": ("jobs", "int"),
-    "kv-heads": ("kv_heads", "int"),
-    "nvcc": ("nvcc", "Path"),
-    "repeat": ("repeat", "int"),
-    "save-onnx": ("save_onnx", "Path"),
-    "triton": ("repository", "Path"),
-    "verify": ("verify", "bool"),
-    "weights": ("weights", "Path"),
+    "axis": ("axes", Mapping),
+    "cache": ("cache", str),
+    **{f"{name.replace('_', '-')}-include": (f"{name}_include", Path) for name in _HEADERS},
+    "heads": ("heads", int),
+    "input": ("inputs", Mapping),
+    "jobs": ("jobs", int),
+    "kv-heads": ("kv_heads", int),
+    "nvcc": ("nvcc", Path),
+    "repeat": ("repeat", int),
+    "save-onnx": ("save_onnx", Path),
+    "triton": ("repository", Path),
+    "verify": ("verify", bool),
+    "weights": ("weights", Path),
 }
 _NO_VALUES = frozenset({"alone", "and", "if", "in", "of", "or", "ranges", "that", "to", "with"})
 
@@ -575,20 +573,20 @@ def in_python(text: str) -> str:
 
 def _keyword(found: re.Match[str]) -> str:
     no, flag, value = found.groups()
-    name, kind = _keywords().get(flag, (None, ""))
+    name, kind = _keywords().get(flag, (None, None))
     if name is None:
         return found[0]
-    is_switch = kind.startswith("bool")
+    is_switch = kind is bool
     rest = "" if value is None else f" {value}"
     if is_switch or value in _NO_VALUES or value is None:
         shown = f"{name}={not no if is_switch else '...'}{rest}"
     else:
         is_literal = re.fullmatch(r"[A-Z]+|[\d.]+", value)
         shown = f"{name}={value}" if is_literal else f'{name}="{value}"'
-        if kind.startswith("Mapping"):
+        if kind is Mapping:
             key, _, item = value.partition("=")
             shown = f'{name}={{"{key}": "{item}"}}'
-        elif kind.startswith("Sequence"):
+        elif kind is Sequence:
             shown = f'{name}=["{value}"]'
     if flag in _OF_PROCESS:
         keyword, *more = shown.split(" ", 1)
@@ -597,12 +595,13 @@ def _keyword(found: re.Match[str]) -> str:
 
 
 @cache
-def _keywords() -> dict[str, tuple[str, str]]:
+def _keywords() -> dict[str, tuple[str, Any]]:
     """The name and the type of every keyword, by its name on the command line."""
     found = {**_KEYWORDS, **_OF_PROCESS}
     for record in [each for each in globals().values() if isinstance(each, type) and is_dataclass(each)]:
         for each in fields(record):
-            found.setdefault(flags_of(each)[0].removeprefix("--"), (each.name, str(each.type)))
+            kind = alternatives(each.type)[0]
+            found.setdefault(flags_of(each)[0].removeprefix("--"), (each.name, get_origin(kind) or kind))
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +18,7 @@ from msgspec import Meta, Struct
 
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.files import check_plain, problem_in, read_regular
+from mha_deploy.keywords import alternatives
 from mha_deploy.options import OF_DEPLOY, BenchOptions, EngineOptions, ExportOptions, ValidateOptions
 from mha_deploy.status import Outcome, means
 
@@ -88,13 +89,9 @@ _REFUSED = frozenset({
     "weights", "overwrite", "backends", "engine", "url", "graphs", "engine_files", "names", "data", "metric",
     "data_limit", "source", "resume", "requirements", "profiles", "name",
 })  # fmt: skip
-_TYPES: Mapping[str, Any] = {
-    "str": str, "int": int, "float": float, "bool": bool, "Sequence[str]": list[str],
-    "Sequence[int]": list[int],
-}  # fmt: skip
-_WORDS = {
-    "str": '"a text"', "int": "a whole number", "float": "a number", "bool": "true or false",
-    "Sequence[str]": '["a text", …]', "Sequence[int]": "[1, 2, …]",
+_WORDS: Mapping[Any, str] = {
+    str: '"a text"', int: "a whole number", float: "a number", bool: "true or false",
+    Sequence[str]: '["a text", …]', Sequence[int]: "[1, 2, …]",
 }  # fmt: skip
 
 
@@ -103,8 +100,7 @@ def settable(verb: str) -> dict[str, Field[Any]]:
     found: dict[str, Field[Any]] = {}
     for record in _RECORDS[verb]:
         for each in fields(record):
-            kind = str(each.type).removesuffix(" | None")
-            if not each.metadata or each.name in _REFUSED or kind not in _TYPES:
+            if not each.metadata or each.name in _REFUSED or alternatives(each.type)[0] not in _WORDS:
                 continue
             # `deploy` takes some options of an engine, and fails for attention that is not fused.
             is_taken = each.name in OF_DEPLOY and each.name != "allow_decomposed"
@@ -123,9 +119,9 @@ def _checked(path: str, verb: str, options: Any) -> dict[str, Any]:
         if key not in known:
             hint = nearest(key, known)
             raise DeployError(f"A file cannot set this option of {verb}.", got=f"{path}: {name}", hint=hint)
-        kind, details = str(known[key].type).removesuffix(" | None"), known[key].metadata["details"]
+        kind, details = alternatives(known[key].type)[0], known[key].metadata["details"]
         try:
-            msgspec.convert(value, _TYPES[kind])
+            msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
             raise DeployError(
                 f"{name} has the wrong type.", got=f"{path}: {value!r}", hint=f"{name} = {_WORDS[kind]}"

@@ -1,24 +1,24 @@
 """What makes a function a verb: its options, progress while it works, its result on stdout, its exit code."""
 
-from __future__ import annotations
-
 import json as json_text
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, dataclass, field
 from functools import wraps
-from inspect import Parameter, signature
+from inspect import Parameter, signature, unwrap
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 import click
 
 from mha_deploy import api as md
 from mha_deploy.cli.help import Command, choices_of
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError, SpecError, place_of_error
+from mha_deploy.keywords import alternatives, item_of, types_of
 from mha_deploy.options import MOST_SECONDS, OF_DEPLOY, OF_SERVER, OnStep, option, options_of, silent
 from mha_deploy.status import Outcome
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 # -- Options from the records of options.py, from functions of the API, and of a verb itself -------
 
-_KINDS: dict[str, Any] = {
-    "str": str, "int": int, "float": float, "bool": bool, "Path": Path, "StrPath": Path,
-}  # fmt: skip
 _METAVARS = {str: "NAME", int: "N", float: "X", Path: "PATH", bool: ""}  # a flag takes no value
 JSON = option(False, "Print the result as JSON to stdout.")
 QUIET = option(False, "Print only the verdict, and no progress.", "-q", "--quiet")
@@ -49,9 +46,9 @@ def about(text: str, *flags: str, **details: Any) -> Any:
 
 def options_from(function: Callable[..., Any], **described: Field[Any]) -> dict[str, Field[Any]]:
     """Parameters of a function of the API as options, with their types and defaults there."""
-    parameters = signature(function).parameters
+    parameters, kinds = signature(function).parameters, types_of(unwrap(function))
     for name, each in described.items():
-        each.type, default = parameters[name].annotation, parameters[name].default
+        each.type, default = kinds[name], parameters[name].default
         each.default = MISSING if default is Parameter.empty else default
     return described
 
@@ -83,10 +80,10 @@ class Result:
     """What a verb found."""
 
     data: Any  # for `--json`
-    lines: Callable[[], Iterable[RenderableType]]  # for people; made only for them
+    lines: Callable[[], Iterable["RenderableType"]]  # for people; made only for them
     outcome: Outcome = Outcome.PASSED  # the verdict, which is the exit code
     save: Callable[[], Path] | None = None  # writes the report, once the result is printed
-    verdict: RenderableType | None = None  # for `--quiet`; default: all lines
+    verdict: "RenderableType | None" = None  # for `--quiet`; default: all lines
 
 
 @dataclass
@@ -120,10 +117,11 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
     def decorate(function: Callable[..., Result | None]) -> Command:
         parameters = signature(function).parameters.values()
         own = {each.name: each for each in parameters if each.kind is not Parameter.VAR_KEYWORD}
-        known = {name: (str(each.annotation), each.default) for name, each in own.items()}
-        known |= {name: (str(each.type), each) for group in groups for name, each in group.items()}
+        kinds = types_of(function)
+        known = {name: (kinds[name], each.default) for name, each in own.items()}
+        known |= {name: (each.type, each) for group in groups for name, each in group.items()}
         for name, each in (("quiet", QUIET), ("verbose", VERBOSE), ("json", JSON)):
-            known.setdefault(name, ("bool", each))
+            known.setdefault(name, (bool, each))
 
         def position(name: str) -> int:
             """Arguments first, then the options of records, the verb's own, and those of all verbs."""
@@ -207,7 +205,7 @@ def _with_requirements(
         unused = OF_SERVER if values["url"] is None else ()
     for name, value in found.options(verb, model).items():
         if name in known and name not in (*given, *unused):
-            is_numbers = known[name][0] == "Sequence[int]"
+            is_numbers = item_of(known[name][0]) is int
             result[name] = ",".join(map(str, value)) if is_numbers else value
     if "requirements" in known and values.get("requirements") is None:
         result["requirements"] = found
@@ -228,23 +226,26 @@ class Argument(click.Argument):
     help: str | None = None
 
 
-def _parameter(verb: str, name: str, text: str, field: Field[Any]) -> click.Parameter:
-    """The option or argument of a field, whose type is a text."""
+def _parameter(verb: str, name: str, wanted: Any, field: Field[Any]) -> click.Parameter:
+    """The option or argument of a field of some type."""
     flags, about, is_argument = (
         field.metadata["flags"],
         field.metadata["about"],
         "is_argument" in field.metadata,
     )
     default: Any = None if field.default is MISSING else field.default
-    kind, is_list = _KINDS.get(text.removesuffix(" | None"), str), text.startswith("Sequence")
+    item = item_of(wanted)
+    known, is_list = {get_origin(each) or each for each in alternatives(wanted)}, item is not None
+    kind = next((each for each in (bool, int, float, Path) if known == {each}), str)
+    kind = Path if os.PathLike in known else kind
     details = dict(field.metadata["details"])
     bounds = {bound: details.pop(bound, None) for bound in ("min", "max")}
     choices = choices_of(verb, name)
     details.setdefault("metavar", f"[{'|'.join(choices)}]" if choices else _METAVARS[kind])
-    if text == "Sequence[int]":
+    if item is int:
         default, is_list = ",".join(map(str, default)), False
     elif is_list:
-        kind, default = Path if text == "Sequence[Path]" else str, None
+        kind, default = Path if item is Path else str, None
         about = about if is_argument else "{} Can be repeated.{}{}".format(*about.partition(" default:"))
     details["type"] = {Path: click.Path(path_type=Path), bool: click.BOOL}.get(kind, kind)
     if bounds != {"min": None, "max": None}:
@@ -264,16 +265,17 @@ def _parameter(verb: str, name: str, text: str, field: Field[Any]) -> click.Para
     return click.Option([name, *(flags or (flag,))], multiple=is_list, help=about, **details)
 
 
-def _convert(name: str, text: str, value: Any) -> Any:
+def _convert(name: str, wanted: Any, value: Any) -> Any:
     """What was given as the verb wants it: lists as tuples, `1,8,32` as numbers, all within bounds."""
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, float) and not math.isfinite(value):
         raise DeployError(f"{flag} needs a finite number.", got=value, hint=f"{flag} 10")
     if type(value) is int and abs(value) >= 2**32:
         raise DeployError(f"{flag} is too large.", got=value, hint=f"{flag} 10")
-    if not text.startswith("Sequence"):
+    item = item_of(wanted)
+    if item is None:
         return value
-    if text != "Sequence[int]":
+    if item is not int:
         return tuple(value or ())
     parts = [part.strip() for part in value.split(",")] if value else []
     if not all(part.isascii() and part.isdecimal() and len(part) < 7 and int(part) for part in parts):
@@ -380,7 +382,7 @@ def result_stream() -> Any:
     return _results[-1] if _results else sys.stdout
 
 
-def show(*lines: RenderableType) -> None:
+def show(*lines: "RenderableType") -> None:
     """Print tables with Rich, and plain lines as they are."""
     from rich.console import Console
 

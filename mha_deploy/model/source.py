@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Annotated, Any, Union
 
 from mha_deploy.errors import DeployError
 from mha_deploy.model.catalog import find_spec, is_factory, refuse_absent_factory
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     AnySource = Union[str, os.PathLike[str], "Model", AttentionSpec, Deployable, nn.Module]  # noqa: UP007 (Model is below)
     Examples = Mapping[str, Tensor | Example]
-    AxisRange = str | tuple[int, int, int] | Axis
-    AxisRanges = Mapping[str, AxisRange]
+
+AxisRange = str | tuple[int, int, int] | Axis
+AxisRanges = Annotated[Mapping[str, AxisRange], '{"S": "1:128:512"}']  # with an example
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,7 +150,7 @@ def read_plan(source: Any) -> Plan:
         if key not in _OPTIONS:
             raise DeployError("No such option.", got=f"{name}: {key}", hint=nearest(key, _OPTIONS))
     for options in plan.options.values():
-        typed_value("profiles", "Sequence[str]", options.get("profiles", ()))
+        typed_value("profiles", Sequence[str], options.get("profiles", ()))
         read_options(EngineOptions, {key: value for key, value in options.items() if key != "profiles"})
     return plan
 

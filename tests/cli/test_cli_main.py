@@ -76,7 +76,7 @@ def test_a_log_has_one_line_for_each_stage(capsys):
 
 def test_verbs_call_nothing_but_the_public_api():
     """A verb imports `mha_deploy`, errors, options and how processes run; tables render, completion lists."""
-    names = "errors|files|status|text|options|process|requirements|supervisor"
+    names = "errors|files|keywords|status|text|options|process|requirements|supervisor"
     allowed = re.compile(rf"mha_deploy|mha_deploy\.({names}|cli(\.\w+)?)")
     for path in Path(cli.__file__).parent.glob("*.py"):
         if path.name in ("tables.py", "completion.py"):
