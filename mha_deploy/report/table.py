@@ -101,7 +101,7 @@ COLUMNS = {
     "clients": "clients that send requests at the same time",
     "compared": "the two results that must agree",
     "compressed": "parts that are compressed, of all that could be",
-    "evidence": "what names the kernels: TensorRT's build log, engine inspector or profiler, or the engine",
+    "evidence": "what names the kernels: TensorRT's build log or engine inspector, or the engine",
     "failed": "requests without an answer, by kind of error",
     "first wrong": "the first wrong decode step; prefill is the prompt, cache its keys and values at the end",
     "fusion": "fused attentions, of all attentions",
@@ -705,7 +705,7 @@ def engine_summary(engine: Data) -> str:
     return f"{fusion_summary(fused, count, engine['nodes'])}, {precision}"
 
 
-_SOURCES = {"log": "build log", "plan": "engine", "inspector": "inspector", "profile": "profiler"}
+_SOURCES = {"log": "build log", "plan": "engine", "inspector": "inspector"}
 
 
 def sources_text(source: str) -> str:

@@ -21,7 +21,6 @@ from mha_deploy.runtime.tensorrt.kernels import (
     Kernel,
     kernels_from_inspector,
     kernels_from_plan,
-    kernels_from_profile,
 )
 
 FUSED = Kernel(
@@ -150,12 +149,19 @@ def test_11_names_the_fused_node():
 
 GEMM = "sm90_xmma_gemm_f16f16_f16f16_f16_tn_n_tilesize128x128x64_cga1x1x1"
 TF32 = "sm80_xmma_gemm_f32f32_tf32f32_f32_nn_n_tilesize128x128x16_stage4"
+
+
+def nameless(tactics, source="inspector"):
+    """Kernels that name no node, once per launch."""
+    return [Kernel(name=tactic, tactic=tactic, source=source) for tactic in tactics]
+
+
 BERT = [GEMM, "__myl_bb0_3_ResTraResTra", "__myl_bb0_4_mha0", GEMM]
 LLAMA = [TF32, TF32, "__myl_bb0_7_MulAddMaxSubExpSumDiv", TF32, GEMM]
 
 
 def test_as_many_fused_kernels_as_nodes_is_fused():
-    (verdict,) = fusion_verdict(kernels_from_profile(BERT), ["att0"], written=PROJECTIONS)
+    (verdict,) = fusion_verdict(nameless(BERT), ["att0"], written=PROJECTIONS)
     assert (verdict.status, verdict.kernels) == ("fused", ("__myl_bb0_4_mha0",))
     assert [(reason.kind, reason.got, reason.wanted) for reason in verdict.reasons] == [
         (ReasonKind.COUNTED, "1", "1")
@@ -164,9 +170,9 @@ def test_as_many_fused_kernels_as_nodes_is_fused():
 
 def test_a_count_without_the_graph_proves_nothing():
     """The two GEMMs may be scores and weighted values of the attention, beside a fused kernel of another."""
-    (verdict,) = fusion_verdict(kernels_from_profile(BERT), ["att0"])
+    (verdict,) = fusion_verdict(nameless(BERT), ["att0"])
     assert (verdict.status, kinds(verdict)) == ("unknown", [ReasonKind.NO_GRAPH])
-    (verdict,) = fusion_verdict(kernels_from_profile(BERT), ["att0"], written={"o": MATMUL})
+    (verdict,) = fusion_verdict(nameless(BERT), ["att0"], written={"o": MATMUL})
     assert (verdict.status, kinds(verdict)) == ("unknown", [ReasonKind.STRAY_MATMUL])
     for name, kind in (
         ("masked_exp_normalise", ReasonKind.STRAY_SOFTMAX),
@@ -174,7 +180,7 @@ def test_a_count_without_the_graph_proves_nothing():
         ("__myl_bb0_7_MulSofMul", ReasonKind.STRAY_SOFTMAX),
         ("somebodys_kernel_17", ReasonKind.MAY_BE_MATMUL),
     ):
-        (verdict,) = fusion_verdict(kernels_from_profile([*BERT, name]), ["att0"], written=PROJECTIONS)
+        (verdict,) = fusion_verdict(nameless([*BERT, name]), ["att0"], written=PROJECTIONS)
         assert (verdict.status, kinds(verdict)) == ("unknown", [kind])
 
 
@@ -194,28 +200,28 @@ def test_a_count_without_the_graph_proves_nothing():
     ],
 )
 def test_kernel_names_that_mean_fused_attention(tactic, fused):
-    assert kernels_from_profile([tactic])[0].is_fused_attention is fused
+    assert nameless([tactic])[0].is_fused_attention is fused
 
 
 def test_none_and_a_softmax_of_its_own_is_decomposed():
-    (verdict,) = fusion_verdict(kernels_from_profile(LLAMA), ["att0"])
+    (verdict,) = fusion_verdict(nameless(LLAMA), ["att0"])
     assert verdict.status == "decomposed"
     assert "__myl_bb0_7_MulAddMaxSubExpSumDiv" in verdict.kernels
 
 
 @pytest.mark.parametrize("names", [[GEMM], [*BERT, *BERT], [*BERT, "__myl_MaxSubExpSum"] * 3])
 def test_a_count_that_does_not_fit_is_unknown(names):
-    assert statuses(kernels_from_profile(names), ("att0",)) == ["unknown"]
+    assert statuses(nameless(names), ("att0",)) == ["unknown"]
 
 
-def test_a_profiler_settles_what_the_inspector_hides():
+def test_another_source_settles_what_the_inspector_hides():
     sources = {
         "inspector": kernels_from_inspector(json.dumps(INSPECTOR_8)),
-        "profile": kernels_from_profile(BERT),
+        "plan": nameless(BERT, "plan"),
     }
     verdict = engine_verdict(sources, {"att0": ("att0/softmax",)}, "fp16", written=PROJECTIONS)
     assert verdict.nodes[0].status == "fused"
-    assert verdict.nodes[0].source == "profile"
+    assert verdict.nodes[0].source == "plan"
     assert verdict.disagreements == ()
 
 
@@ -223,21 +229,21 @@ def test_a_profiler_settles_what_the_inspector_hides():
 
 
 def test_sources_that_contradict_each_other_leave_it_unknown():
-    verdict = engine_verdict({"log": [FUSED], "profile": kernels_from_profile(LLAMA)}, ["att0"], "fp16")
+    verdict = engine_verdict({"log": [FUSED], "inspector": nameless(LLAMA)}, ["att0"], "fp16")
     assert verdict.nodes[0].status == "unknown"
     assert [(each.source, each.status) for each in verdict.disagreements[0].claims] == [
         ("log", "fused"),
-        ("profile", "decomposed"),
+        ("inspector", "decomposed"),
     ]
     assert kinds(verdict.nodes[0]) == [ReasonKind.SOURCES_DISAGREE]
     assert not verdict.all_fused
 
 
 def test_sources_that_disagree_on_precision_say_so_and_the_worse_holds():
-    verdict = engine_verdict({"log": [FUSED], "profile": kernels_from_profile(LLAMA)}, ["att0"], "fp16")
+    verdict = engine_verdict({"log": [FUSED], "inspector": nameless(LLAMA)}, ["att0"], "fp16")
     assert verdict.precision.status == "mixed"
     assert verdict.disagreements[-1].node is None
-    assert verdict.disagreements[-1].claims[0].source == "profile"
+    assert verdict.disagreements[-1].claims[0].source == "inspector"
 
 
 @pytest.mark.parametrize("first", ["log", "plan"])
@@ -293,7 +299,7 @@ def test_no_attention_at_all_is_not_all_fused():
 
 
 def test_tf32_matmuls_for_an_fp16_graph_are_found():
-    verdict = precision_verdict(kernels_from_profile(LLAMA), "fp16")
+    verdict = precision_verdict(nameless(LLAMA), "fp16")
     assert verdict.status == "mixed"
     assert verdict.counts == {"tf32": 3, "fp16": 1}
     assert {offender.dtype for offender in verdict.offenders} == {"tf32"}
@@ -301,7 +307,7 @@ def test_tf32_matmuls_for_an_fp16_graph_are_found():
 
 
 def test_fp16_matmuls_are_verified_fp16_and_their_accumulation_is_noted():
-    verdict = precision_verdict(kernels_from_profile(BERT), "fp16")
+    verdict = precision_verdict(nameless([GEMM, GEMM]), "fp16")
     assert verdict.status == "verified"
     assert verdict.accumulate_in_fp16 == (GEMM, GEMM)
     assert verdict.selected_at_load == ()
@@ -384,8 +390,7 @@ def test_what_is_hidden_or_not_reported_is_unknown_unless_something_is_wrong_alr
         assert precision_verdict([FUSED, replace(matmul, tactic=name)], "fp16").status == "unknown"
     wide = replace(matmul, tactic="sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n")
     assert precision_verdict([FUSED, wide], "fp16").status == "mixed"
-    nameless = kernels_from_profile(["strange_gemm"])
-    assert precision_verdict(nameless, "fp16").status == "unknown"
+    assert precision_verdict(nameless(["strange_gemm"]), "fp16").status == "unknown"
 
 
 def test_the_inspector_of_8_6_finds_the_fp32_input():
@@ -486,11 +491,11 @@ DECOMPOSED = [GEMM, "softmax_warp_forward", GEMM]
     ],
 )
 def test_launches_are_counted_per_attention(names, nodes, status):
-    assert set(statuses(kernels_from_profile(names), nodes, written=PROJECTIONS)) == {status}
+    assert set(statuses(nameless(names), nodes, written=PROJECTIONS)) == {status}
 
 
 def test_a_softmax_of_the_graph_itself_is_no_softmax_of_an_attention():
-    kernels = {"profile": kernels_from_profile([*SPLIT, "softmax_warp_forward", GEMM])}
+    kernels = {"inspector": nameless([*SPLIT, "softmax_warp_forward", GEMM])}
     router = {"router": A_SOFTMAX, **PROJECTIONS}
     assert engine_verdict(kernels, ["a"], "fp16", written=router).all_fused
     part = {"a/weights": A_SOFTMAX, **PROJECTIONS}
@@ -639,7 +644,7 @@ FMHA16 = "fmha_v2_flash_attention_fp16_S_128_sm90"
     ],
 )
 def test_a_kernel_of_unknown_type_or_purpose_is_not_fp16(names, status):
-    verdict = precision_verdict(kernels_from_profile(names), "fp16")
+    verdict = precision_verdict(nameless(names), "fp16")
     assert verdict.status == status
     assert bool(verdict.reasons) == (status != "verified")
 
@@ -724,7 +729,7 @@ def test_a_kernel_that_is_named_after_attention_is_no_attention(tactic, nodes):
     layer = reported("k0", *nodes, tactic=tactic)
     for others in ((), (NAMELESS_GEMM, NAMELESS_SOFTMAX, NAMELESS_GEMM), (NAMELESS_GEMM, OTHER_SOFTMAX)):
         assert statuses(inspected(layer, *others, PROJ), GROUP, written=GRAPH) != ["fused"]
-    assert statuses(kernels_from_profile([tactic]), GROUP, written=GRAPH) != ["fused"]
+    assert statuses(nameless([tactic]), GROUP, written=GRAPH) != ["fused"]
 
 
 @pytest.mark.parametrize(
@@ -847,5 +852,5 @@ def test_the_precision_of_what_only_looks_right(layers, precision, graph, status
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_attention_of_8_6_is_fp16_whatever_was_requested(precision):
     gemm = {"fp32": "ampere_sgemm_32x128_tn", "bf16": "sm80_xmma_gemm_bf16bf16_bf16f32_f32_tn"}[precision]
-    kernels = kernels_from_profile([gemm, "__myl_bb0_4_mha0"])
+    kernels = nameless([gemm, "__myl_bb0_4_mha0"])
     assert precision_verdict(kernels, precision).status == "unknown"

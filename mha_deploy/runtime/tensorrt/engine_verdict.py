@@ -554,7 +554,7 @@ def precision_verdict(
         offenders=tuple(offenders),
         islands=tuple(islands),
         reasons=(reason,) if reason else (),
-        has_untyped=any(_is_untyped(kernel, precision) for kernel in heavy if not kernel.is_opaque),
+        has_untyped=any(_is_untyped(kernel) for kernel in heavy if not kernel.is_opaque),
         written=tuple(from_graph),
         accumulate_in_fp16=tuple(k.tactic for k in kernels if _NARROW_SUM.search(k.tactic.lower())),
         selected_at_load=later,
@@ -747,7 +747,7 @@ def _why_unknown(
         is_plain = bool(nodes) and not any(node.is_matmul or node.is_custom for node in nodes)
         if kernel.is_foreign_plugin and not is_plain:
             return EngineReason(kind=ReasonKind.FOREIGN_PLUGIN, place=kernel.label)
-        if _is_untyped(kernel, precision) and not _CARRIER.search(kernel.layer_type):
+        if _is_untyped(kernel) and not _CARRIER.search(kernel.layer_type):
             return EngineReason(kind=ReasonKind.UNTYPED, place=kernel.label)
     if not any(dtype in FLOATING for dtype in _counts(kernels)):
         return EngineReason(kind=ReasonKind.NOTHING_FLOATING, wanted=precision)
@@ -762,7 +762,7 @@ def _why_unknown(
         is_open = (not nodes and kernel.can_add_products) if written is None else hidden and not nodes
         if is_open or (hidden and (not nodes or any(node.is_matmul for node in nodes))):
             others = [found.dtype for _, found in _offenders(kernel, precision, _QUANTIZED)]
-            if others or (hidden and kernel.source == "profile"):
+            if others or (hidden and not kernel.tensors):
                 got = others[0] if others else ""
                 return EngineReason(
                     kind=ReasonKind.MAY_BE_MATMUL, place=kernel.label, got=got, wanted=precision
@@ -778,14 +778,11 @@ def _hides_its_type(kernel: Kernel, precision: str) -> bool:
     return not is_reported and not _OF_VECTORS.search(kernel.tactic or kernel.name)
 
 
-def _is_untyped(kernel: Kernel, precision: str) -> bool:
+def _is_untyped(kernel: Kernel) -> bool:
     if any(tensor.dtype == UNKNOWN for tensor in _data(kernel)):
         # 8.6 does not report the types of tensors with dynamic sizes; some matmuls have them in their names.
         return not (kernel.is_gemm and _NAMES_ALL_TYPES.search(kernel.tactic.lower()))
-    # A profiler reports no tensors, and Myelin's fused attention has no type in its name: where a profiler is
-    # the only source (8.6), it exists in FP16 and INT8 alone, and INT8 is never allowed.
-    of_myelin = kernel.source == "profile" and kernel.name.startswith("__my") and precision == "fp16"
-    needs_type = kernel.is_heavy and not kernel.is_opaque and not (kernel.is_fused_attention and of_myelin)
+    needs_type = kernel.is_heavy and not kernel.is_opaque
     return needs_type and not kernel.tensors and _named_type(kernel) == UNKNOWN
 
 
@@ -811,9 +808,7 @@ class NodeVerdict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         tuple[EngineReason, ...],
         means("why it is unknown, or how it is known, as in `precision_reasons`; may be empty"),
     ] = ()
-    source: Annotated[
-        str, means("where it was detected: `log`, `plan`, `inspector`, `profile`, joined by `+`")
-    ] = ""
+    source: Annotated[str, means("where it was detected: `log`, `plan`, `inspector`, joined by `+`")] = ""
 
 
 class Claim(Struct, frozen=True, kw_only=True):
@@ -967,7 +962,7 @@ def _verdict(
 def _by_count(
     kernels: Sequence[Kernel], groups: Groups, profile: int, written: Written | None
 ) -> list[NodeVerdict]:
-    """Judge all nodes together by kernels that name no node, such as those of a profiler run.
+    """Judge all nodes together by kernels of which none names a node.
 
     The graph states how many matmuls and softmaxes there are outside attention.
     """
@@ -1055,7 +1050,7 @@ def _merge_precision(
         return PrecisionVerdict(requested=requested, status=unknown, counts={}, reasons=reasons), []
     name, worst = ranked[0][0], _with_eight_bits(ranked[0][1], verdicts.values())
     judged = {each for source, v in verdicts.items() if v.has_requested_types for each in names[source]}
-    untyped = [v for source, v in verdicts.items() if v.status == unknown and _is_unjudged(v, source, judged)]
+    untyped = [v for v in verdicts.values() if v.status == unknown and _is_unjudged(v, judged)]
     if untyped and worst.has_requested_types:
         return replace(worst, status=unknown, reasons=untyped[0].reasons), []
     doubts = [
@@ -1066,8 +1061,7 @@ def _merge_precision(
             )
         )
         for other, verdict in ranked[1:]
-        # A profiler reports no tensors: that it finds nothing wrong contradicts no other source.
-        if worst.status == PrecisionStatus.MIXED and verdict.has_requested_types and other != "profile"
+        if worst.status == PrecisionStatus.MIXED and verdict.has_requested_types
     ]
     return worst, doubts
 
@@ -1088,13 +1082,12 @@ def _with_eight_bits(verdict: PrecisionVerdict, all_: Iterable[PrecisionVerdict]
     )
 
 
-def _is_unjudged(verdict: PrecisionVerdict, source: str, judged: set[str]) -> bool:
+def _is_unjudged(verdict: PrecisionVerdict, judged: set[str]) -> bool:
     """Whether a source reports a kernel that it could not judge, so that no other source excuses it.
 
-    One that may be a matmul is excused by a source that judged it; a profiler spells names differently.
+    One that may be a matmul is excused by a source that judged it.
     """
-    kinds = [ReasonKind.FOREIGN_PLUGIN, ReasonKind.COMPUTE_TYPE]
-    kinds += [ReasonKind.MAY_BE_MATMUL] if source != "profile" else []
+    kinds = (ReasonKind.FOREIGN_PLUGIN, ReasonKind.COMPUTE_TYPE, ReasonKind.MAY_BE_MATMUL)
     reasons = [reason for reason in verdict.reasons if reason.kind in kinds]
     is_known = all(each.kind == ReasonKind.MAY_BE_MATMUL and each.place in judged for each in reasons)
     return verdict.has_untyped or not is_known

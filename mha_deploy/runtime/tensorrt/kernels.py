@@ -249,11 +249,6 @@ def _profile_of(texts: Iterable[str]) -> int:
     return max((int(match) for text in texts for match in _PROFILE.findall(text)), default=0)
 
 
-def kernels_from_profile(names: Iterable[str], *, profile: int = 0) -> list[Kernel]:
-    """The kernels that a profiler recorded in one run of the engine, in launch order, once per launch."""
-    return [Kernel(name=name, tactic=name, profile=profile, source="profile") for name in names]
-
-
 # -- Kernels from the inspector's JSON and from the layer records of the builder's log -------------
 
 _REGION = re.compile(r"_myl(\d+)_\d+$")
