@@ -55,6 +55,7 @@ def outcomes(out):
     return {case.get("name"): [child.tag for child in case] for case in cases}
 
 
+@pytest.mark.slow
 def test_a_suite_is_run_to_its_end_and_what_failed_again(suite):
     run, mended, out = suite
     code, summary, done = run("os._exit(3)")

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 QUICK = "-p no:hypothesispytest -p no:anyio"  # neither is used, and to import them takes seconds
 SCRIPT = Path(__file__).parents[1] / ".ci" / "nightly"
 RIGHT = """
@@ -29,6 +31,7 @@ def test_other():
 """
 
 
+@pytest.mark.slow
 def test_shards_are_run_and_only_what_is_not_done_again(tmp_path):
     tests, out, ran, mended = (tmp_path / name for name in ("tests", "out", "ran", "mended"))
     for folder, text in (("", RIGHT), ("inner", WRONG)):

@@ -121,6 +121,7 @@ def test_a_module_that_overflows_gives_no_case(bundles):
         fresh.case({"B": 1, "S": 4}, seed=0)
 
 
+@pytest.mark.slow
 def test_an_oracle_with_little_memory_gives_the_same_case(bundles):
     bundle = bundles("tiny-padding")
     whole, blocks = (FreshCases(bundle, "cpu", oracle_bytes=limit) for limit in (None, 1 << 12))

@@ -111,7 +111,7 @@ def test_heads_side_by_side_are_merged_without_a_copy():
     assert merge_heads(cache).data_ptr() != cache.data_ptr()
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("S", [1, 4])
 @pytest.mark.parametrize("name", CACHED)
 def test_torch_compile_takes_a_step_as_one_graph(name, S):

@@ -148,6 +148,7 @@ def test_prompts_have_one_length_where_not_every_input_by_token_has_the_batch():
 NAMED = {"keys": "keys_out", "values": "values_out"}
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("change", "got", "near"),
     [
