@@ -30,7 +30,7 @@ class Unchecked:
     """The type of what only a type checker imports: what takes the value knows more of it."""
 
 
-class _Names(dict[str, Any]):
+class _Annotations(dict[str, Any]):
     """The names of a module as its annotations mean them."""
 
     def __missing__(self, name: str) -> Any:
@@ -40,7 +40,7 @@ class _Names(dict[str, Any]):
 @cache
 def types_of(owner: Any) -> Mapping[str, Any]:
     """The types of a function's parameters, or of a record's fields, by name."""
-    names = _Names(vars(sys.modules[owner.__module__]))
+    names = _Annotations(vars(sys.modules[owner.__module__]))
     return get_type_hints(owner, localns=names, include_extras=True)
 
 
