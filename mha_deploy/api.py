@@ -870,7 +870,7 @@ def deploy(
     on_result: Callable[[Any], None] | None = None,
     **options: Any,
 ) -> Deployment:
-    """Export a model, build an engine once its graph is right, and validate both.
+    """Export a model, build an engine unless its graph is wrong, and validate both.
 
     Args:
         model: What `load_model` returns or takes.

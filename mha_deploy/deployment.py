@@ -49,7 +49,8 @@ class TrialRecord:
 
     name: str  # the precision, what is quantized, and the accumulation of the plugin where it is used
     precision: str
-    refused: str = ""  # why; empty where it is right
+    refused: str = ""  # why; empty where it is right, or only not verified
+    unverified: str = ""  # why nothing shows that it is right; empty where that is shown
     share: float | None = None  # largest share of its error budget
     error: float | None = None  # largest relative L2 error against the FP64 oracle
     loss: float | None = None  # of eight bits
@@ -114,7 +115,7 @@ def deploy_model(
     on_step: OnStep,
     on_result: Callable[[Any], None],
 ) -> Deployment:
-    """Export a model, build an engine once its graph is right, and validate both; see `md.deploy`."""
+    """Export a model, build an engine unless its graph is wrong, and validate both; see `md.deploy`."""
     if candidates and (export.precision not in (AUTO, *EIGHT_BITS) or engine is None):
         what, got = "Candidates are engines in several precisions.", f"precision {export.precision}"
         got += "" if engine else ", no engine"
@@ -297,12 +298,13 @@ def judged_trial(trial: Trial, precision: str, report: Validation) -> TrialRecor
     engine, found = trial.built, report.evaluations
     stem = engine.path.stem
     mine = [each for each in found if each.runtime.engine is not None and each.runtime.name == stem]
-    judged, refused = mine or [each for each in found if each.runtime.engine is None], ""
+    judged, refused, unverified = mine or [each for each in found if each.runtime.engine is None], "", ""
     if not mine and not reasons_not_to_run(engine):
         refused = "the engine fits this machine and did not run"
+    elif any(each.outcome is Outcome.FAILED for each in judged):
+        refused = "wrong results"
     elif not judged or not all(each.is_right for each in judged):
-        is_wrong = any(each.outcome is Outcome.FAILED for each in judged)
-        refused = "wrong results" if is_wrong else "nothing shows that its results are right"
+        unverified = "nothing shows that its results are right"
     rows = [row for point in report.points for row in point.rows if row.name == stem]
     verdicts = [verdict for each in judged for run in each.parity for verdict in run.verdicts]
     errors = [verdict.deviation.relative_l2 for verdict in verdicts if verdict.deviation is not None]
@@ -310,6 +312,7 @@ def judged_trial(trial: Trial, precision: str, report: Validation) -> TrialRecor
         name=trial.name,
         precision=precision,
         refused=refused,
+        unverified=unverified,
         share=max((each.share for each in judged if each.share is not None), default=None),
         error=max(errors, default=None),
         p50=next((row.timing.p50 for row in rows if row.timing is not None), None),
@@ -319,8 +322,9 @@ def judged_trial(trial: Trial, precision: str, report: Validation) -> TrialRecor
 
 
 def choose(trials: Sequence[TrialRecord]) -> tuple[TrialRecord, str]:
-    """The candidate to keep, and why."""
+    """The candidate to keep, and why: one that is not verified only where none is right."""
     right = [trial for trial in trials if not trial.refused]
+    right = [trial for trial in right if not trial.unverified] or right
     if not right:
         got = "; ".join(f"{trial.name}: {trial.refused}" for trial in trials) or "no candidate"
         hint = "--precision fp32, or `mha-deploy bisect` on one of them"
@@ -337,20 +341,25 @@ def choose(trials: Sequence[TrialRecord]) -> tuple[TrialRecord, str]:
 
 def candidates_table(trials: Sequence[TrialRecord], chosen: TrialRecord) -> Table:
     """Every candidate: fusion, error and latency; which are on the Pareto front, and which was chosen."""
-    right, lossy = [trial for trial in trials if not trial.refused], any(trial.loss for trial in trials)
+    right, lossy = (
+        [trial for trial in trials if not (trial.refused or trial.unverified)],
+        any(trial.loss for trial in trials),
+    )
     rows: list[RawRow] = []
     for trial in trials:
-        front = not trial.refused and not any(other.beats(trial) for other in right)
+        front = trial in right and not any(other.beats(trial) for other in right)
         status = Cell(text="right", status="good")
         if trial.refused:
             status = Cell(text="refused", status="bad", note=trial.refused)
+        elif trial.unverified:
+            status = Cell(text="not verified", status="doubt", note=trial.unverified)
         elif not trial.ran:
             status = Cell(text="graph right, not run", status="doubt")
         name = Cell(text=trial.name, status="best" if trial == chosen else "")
         fused = None if trial.fused is None else f"{trial.fused[0]}/{trial.fused[1]}"
         cells = [number(trial.error, error_text), share_cell(trial.share, failed=bool(trial.refused))]
         cells += [number(trial.loss, error_text)] if lossy else []
-        why = "yes" if trial == chosen else trial.refused
+        why = "yes" if trial == chosen else trial.refused or trial.unverified
         rows.append((name, status, fused, *cells, number(trial.p50), "yes" if front else None, why))
     loss = ("#loss",) if lossy else ()
     figures = ("fused", "#relative L2", "#budget used|used", *loss, "#p50 µs", "Pareto", "chosen")

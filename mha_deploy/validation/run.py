@@ -36,6 +36,7 @@ from mha_deploy.runtime.cuda import find_gpu, open_gpu
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import TimingPlan
 from mha_deploy.runtime.user_code import refuse_without_factory
+from mha_deploy.status import Outcome
 from mha_deploy.text import summarize_names
 from mha_deploy.threads import on_a_thread
 from mha_deploy.validation import evaluate, runtimes
@@ -73,10 +74,10 @@ def validate_bundle(
 ) -> Validation:
     """Run every available runtime on the golden cases, judge the results, and time them.
 
-    `build` is called once the graph is known to be right, to build an engine that is judged next. A runtime
-    that was requested by name and cannot run here is an error. So is a bundle that was replaced meanwhile:
-    its graph and its cases may not belong together. `runners`, and graphs and engine files of the options,
-    are judged in place of the bundle's own.
+    `build` is called unless the graph failed, to build an engine that is judged next. A runtime that was
+    requested by name and cannot run here is an error. So is a bundle that was replaced meanwhile: its graph
+    and its cases may not belong together. `runners`, and graphs and engine files of the options, are judged
+    in place of the bundle's own.
     """
     before = bundle.state()
     validation = _Validator(bundle, options or ValidateOptions(), on_step, runners)
@@ -353,7 +354,10 @@ class _Validator:
         # What was requested is refused first, where it cannot be drawn.
         is_requested = options.sweep or options.probe or options.fresh
         graph = self._evaluate_graph(draw(plan) if is_requested else replace(plan, complete=draw))
-        if build is not None and graph is not None and graph.is_right:  # that of a wrong graph only distracts
+        if build is not None and (graph is None or graph.outcome is Outcome.FAILED):
+            hint = f"mha-deploy bisect {self.bundle.path}"
+            self.not_built = DeployError("The graph failed.", hint=hint)  # an engine of it only distracts
+        elif build is not None and graph is not None:
             # While another process builds; where it times kernels, it is left alone.
             if isolation.enabled and self.bundle.manifest.attention and find_gpu() is None:
                 self._ranges = on_a_thread(partial(fp16_range, self.bundle, self.golden))

@@ -24,6 +24,8 @@ def trial(name, error=1e-3, p50=None, fused=(1, 1), **more):
         ([trial("fp16"), trial("bf16", error=8e-3)], "fp16"),
         ([trial("fp16", fused=(0, 1)), trial("bf16", error=8e-3)], "bf16"),
         ([trial("fp16", refused="overflows"), trial("mixed")], "mixed"),
+        ([trial("fp16", unverified="zeros", p50=1.0), trial("bf16", p50=9.0)], "bf16"),
+        ([trial("fp16", refused="overflows"), trial("mixed", unverified="zeros")], "mixed"),
         ([trial("fp16", p50=10.0), trial("fp8", p50=9.7, loss=0.02, error=1e-4)], "fp16"),  # nothing gained
         ([trial("fp16", p50=10.0), trial("fp8", p50=5.0, loss=0.02)], "fp8"),
         ([trial("scales", p50=5.0, loss=0.02), trial("attention", p50=4.9, loss=0.04)], "scales"),

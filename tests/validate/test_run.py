@@ -12,7 +12,7 @@ from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.files import as_plain
 from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.runtime.cuda import find_gpu
-from mha_deploy.status import Kind
+from mha_deploy.status import Kind, Reason
 from mha_deploy.validation.records import check_report
 from mha_deploy.validation.run import validate_bundle
 from mha_deploy.validation.runtimes import TORCH_BASELINES, RuntimeFinder
@@ -125,15 +125,27 @@ def test_an_engine_is_built_once_the_graph_is_right(folder):
     assert [engine.path.stem for engine in report.engines] == ["tensorrt-rtx"]
 
 
+def test_an_engine_is_built_of_a_graph_of_which_nothing_is_shown(bare, monkeypatch):
+    shows_nothing = Reason(kind=Kind.ORACLE_REPEATS)
+    monkeypatch.setattr("mha_deploy.judge._shows_nothing", lambda oracle, eager: shows_nothing)
+    built, options = [], ValidateOptions(probe=False)
+    report = validate_bundle(bare("tiny-mha"), options, build=lambda graph: built.append(str(graph.outcome)))
+    assert (built, report.outcome) == (["not verified"], "not verified")
+    assert report.findings[0].kind is Kind.UNVERIFIED_OUTPUTS
+    assert report.findings[0].in_headline
+
+
 def test_no_engine_is_built_of_a_wrong_graph(folder):
     model = onnx.load(folder / "model.onnx")
     (scale,) = [a for node in model.graph.node for a in node.attribute if a.name == "scale"]
     scale.f *= 1.02
     onnx.save(model, folder / "model.onnx")
     rehash(folder)
-    report = validate_bundle(open_bundle(folder), build=lambda graph: pytest.fail("built"))
+    required = ValidateOptions(require_fused=True)  # as of `deploy`
+    report = validate_bundle(open_bundle(folder), required, build=lambda graph: pytest.fail("built"))
     assert not report.passed
-    assert report.findings[0].level == "failure"
+    failures = [each.kind for each in report.findings if each.level == "failure"]
+    assert set(failures) == {Kind.WRONG_OUTPUTS, Kind.ENGINE_NOT_BUILT}
     assert "is wrong on 3 of 4 outputs" in report.headline
     assert report.fault.at_fault == "graph"
     wrong = {heat.case for each in report.evaluations for heat in each.heatmaps}
