@@ -144,7 +144,7 @@ def deploy_model(
     judged = ValidateOptions(
         latency=latency,
         require_fused=engine is not None and not engine.allow_decomposed,
-        require_precision=engine is not None,
+        require_recorded_types=engine is not None,
         requirements=requirements,
     )
     steps: dict[str, Any] = {"build": build if engine else None, "on_step": uncounted(on_step)}

@@ -264,7 +264,11 @@ class TimedOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ValidateOptions(TimedOptions):
-    """What to validate; `limit_s` is how long one number of clients may send requests to a server."""
+    """What to validate.
+
+    `limit_s` is how long one number of clients may send requests to a server. `require_recorded_types` is
+    `require_precision` as far as kernels record their types: of FP32 some do not say in what they multiply.
+    """
 
     latency: bool | None = option(None, "Measure latency. default: on if there is a GPU")
     sweep: bool | None = option(
@@ -388,6 +392,7 @@ class ValidateOptions(TimedOptions):
         max=86400.0,
     )
     limit_s: float = 120.0
+    require_recorded_types: bool = False
 
 
 _ABOUT_DATA = ("metric", "data_limit", "logits", "resume")

@@ -119,6 +119,7 @@ class Kind(Word):
     GRAPH_NOT_FUSED = "graph not fused"
     ENGINE_NOT_FUSED = "engine not fused"
     ENGINE_PRECISION = "engine precision"
+    TYPE_NOT_RECORDED = "type not recorded"
     OUTSIDE_PROFILES = "outside profiles"
     FAULT = "fault"
     FP16_RANGE = "fp16 range"

@@ -203,6 +203,7 @@ _REASONS: Mapping[Kind, str | Callable[[Reason, float | None], str]] = {
     Kind.MODULE_ZERO: "the module itself gives zeros where the oracle reaches {0.numbers[largest]:.2g}",
     Kind.ORACLE_CONSTANT: "the oracle is constant, {0.numbers[largest]:.2g} everywhere",
     Kind.ORACLE_REPEATS: "the oracle is the same vector at every position",
+    Kind.TYPE_NOT_RECORDED: "FP32 may be multiplied in fewer bits",
     Kind.NOT_TIMED: "{0.got}",
     Kind.WRONG_RESULT: "wrong answer: {0.got}",
     Kind.WRONG_WHEN_TIMED: "wrong answer while it was timed: {0.got}",
@@ -245,6 +246,12 @@ _HINTS: Mapping[Kind, Mapping[Language, str]] = dict.fromkeys(
         'quantized model also with precision="fp16"',
     },
     Kind.NOTHING_TO_MUTATE: dict.fromkeys(Language, "validate says why none is"),
+    Kind.TYPE_NOT_RECORDED: {
+        Language.COMMAND_LINE: "without --require-precision, the outputs of FP32 are judged by its budget; "
+        "--precision fp16 and bf16 are recorded",
+        Language.PYTHON: "without require_precision, the outputs of FP32 are judged by its budget; "
+        'precision="fp16" and "bf16" are recorded',
+    },
     Kind.ATTENTION_NOT_OBSERVED: {
         Language.COMMAND_LINE: "export with trained weights (--weights), an ONNX file with your own inputs "
         "(--input NAME=FILE.npy), or let the model return its result as a further output",
@@ -341,6 +348,12 @@ def _about_gaps(finding: Finding) -> str:
     return f"not covered: {'; '.join(finding.names)}{f'; to see an attention, {hint}' if hint else ''}"
 
 
+def _about_precision(finding: Finding) -> str:
+    why = finding.reason if finding.required_by else None
+    hint = None if why is None else hint_for(why.kind, Language.COMMAND_LINE)
+    return f"engine {finding.place.engine}: {finding.detail}{f'; try: {hint}' if hint else ''}"
+
+
 def _about_graph(finding: Finding) -> str:
     count, why = finding.numbers, f" ({summarize_names(finding.names, joint=', ')})" if finding.names else ""
     return f"{count['fused']:.0f} of {count['of']:.0f} attentions are one node in the graph{why}"
@@ -414,7 +427,7 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
     "sizes are outside {0.detail}",
     Kind.GRAPH_NOT_FUSED: _about_graph,
     Kind.ENGINE_NOT_FUSED: "engine {0.place.engine}: {0.detail}",
-    Kind.ENGINE_PRECISION: "engine {0.place.engine}: {0.detail}",
+    Kind.ENGINE_PRECISION: _about_precision,
     Kind.OUTSIDE_PROFILES: _about_profiles,
     Kind.FAULT: "at fault: {0.names[0]}. {0.detail}",
     Kind.FP16_RANGE: lambda finding: f"{summarize_names(finding.names)}: {finding.detail}",

@@ -52,8 +52,8 @@ from mha_deploy.options import (
     read_options,
 )
 from mha_deploy.process import python_command, run
-from mha_deploy.status import Outcome
-from mha_deploy.text import plural, size, yes_no
+from mha_deploy.status import Kind, Outcome
+from mha_deploy.text import Language, hint_for, plural, size, yes_no
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -316,6 +316,8 @@ def build_engine(
     outcome = Outcome.passing((manifest.all_fused or not require_fused) and in_precision)
     data, lines = engine_to_dict(engine), [tables.engine_renderable(engine)]
     lines += [f"lowered graph: {options['save_onnx']}"] if options["save_onnx"] else []
+    if not in_precision and manifest.verdict.precision.is_fp32_as_recorded:
+        lines.append(f"try: {hint_for(Kind.TYPE_NOT_RECORDED, Language.COMMAND_LINE)}")
     if trtexec:
         graph = options["save_onnx"] or "lowered.onnx"
         data["trtexec"] = command = md.trtexec(engine, graph, engine.path.name)

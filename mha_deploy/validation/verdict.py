@@ -25,6 +25,7 @@ from mha_deploy.runtime.tensorrt.engine_verdict import (
     FusionStatus,
     NodeVerdict,
     PrecisionStatus,
+    PrecisionVerdict,
     ReasonKind,
 )
 from mha_deploy.status import Finding, Gap, Kind, Outcome, Place, Reason, Section, Severity
@@ -639,7 +640,7 @@ def _about_engines(
             # What the device chooses cannot be known before the engine is loaded.
             level = Severity.NOTE if manifest.has_requested_types else Severity.WARNING
             if level is Severity.WARNING:
-                about["required_by"] = _demanded(options, "require_precision")
+                about |= _precision_demanded(options, manifest.verdict.precision)
             yield _found(level, Section.PRECISION, Kind.ENGINE_PRECISION, **about)
         for each in absent:
             if each.name == name:
@@ -651,6 +652,14 @@ def _about_engines(
             about = {"engine": engine.path.stem}
             about["required_by"] = _demanded(options, "require_fused", "require_precision")
             yield _found(Severity.WARNING, Section.FUSION, Kind.ENGINE_NOT_CONFIRMED, **about)
+
+
+def _precision_demanded(options: ValidateOptions, found: PrecisionVerdict) -> dict[str, Any]:
+    """What requires another precision than was found; and why it is unknown, where that is no fault."""
+    required = _demanded(options, "require_precision")
+    if found.is_fp32_as_recorded:
+        return {"required_by": required, "reason": Reason(kind=Kind.TYPE_NOT_RECORDED)}
+    return {"required_by": required or ("require_precision",) * options.require_recorded_types}
 
 
 def _why_unknown(nodes: Sequence[NodeVerdict]) -> str:

@@ -612,6 +612,15 @@ def test_only_single_numbers_are_factors(shape, name):
     assert precision_verdict([factor], "fp16").ok
 
 
+def test_what_fp32_multiplies_in_hides_nothing_that_another_source_does_not_know():
+    hiding = inspected(whole(**IN_FP32))
+    assert engine_verdict({"log": hiding, "plan": hiding}, ["p"], "fp32").precision.is_fp32_as_recorded
+    plugin = replace(hiding[0], name="other", layer_type="PluginV3", tactic="", source="inspector")
+    for sources in ({"log": hiding, "inspector": [plugin]}, {"inspector": [plugin], "log": hiding}):
+        precision = engine_verdict(sources, ["p"], "fp32").precision
+        assert (precision.status, precision.is_fp32_as_recorded) == ("unknown", False)
+
+
 FMHA16 = "fmha_v2_flash_attention_fp16_S_128_sm90"
 
 
@@ -837,6 +846,9 @@ IN_FP32 = {"reads": ("Float",), "writes": ("Float",)}
             [reported("f", "p", tactic=STUB, kind="gemm", **IN_FP32)], "fp32", None, "selected at load", None,
         ),
         ([whole(**IN_FP32)], "fp32", None, "unknown", ReasonKind.COMPUTE_TYPE),
+        (  # which is known of it only where nothing else is unknown
+            [whole(**IN_FP32)], "fp32", {"other": MATMUL}, "unknown", ReasonKind.MATMUL_NOT_REPORTED,
+        ),
         ([whole("_gemv_mha_v1_0x12_vec", **IN_FP32)], "fp32", None, "verified", None),
         ([whole("_gemm_mha_v2_e4m3_0x1")], "fp16", None, "mixed", None),
     ],

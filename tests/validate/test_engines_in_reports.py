@@ -73,11 +73,11 @@ def bundle(bundles, tmp_path_factory):
 def running(bundle, monkeypatch):
     """Let the engine run, as the given stand-in does; `open_` raises or gives a runner."""
 
-    def let(open_):
+    def let(open_, **options):
         monkeypatch.setattr("mha_deploy.validation.runtimes.reasons_not_to_run", lambda engine: [])
         monkeypatch.setattr("mha_deploy.validation.runtimes.open_engine_runner", lambda engine: open_())
         monkeypatch.setattr("mha_deploy.validation.evaluate.invariance_from_runner", lambda *given: ())
-        return validate_bundle(bundle, ValidateOptions(sweep=False, latency=False, probe=False))
+        return validate_bundle(bundle, ValidateOptions(sweep=False, latency=False, probe=False, **options))
 
     return let
 
@@ -99,9 +99,12 @@ def test_a_right_engine_passes_and_speaks_in_the_headline(running, bundle):
     assert (engine["ran"], engine["why_not"]) == (True, None)
 
 
-def with_precision(engine, status):
+OF_FP32 = EngineReason(kind=ReasonKind.COMPUTE_TYPE, place="this_kernel", wanted="fp32")
+UNTYPED = EngineReason(kind=ReasonKind.UNTYPED, place="this_kernel", wanted="fp16")
+
+
+def with_precision(engine, status, reason):
     """The engine with another verdict on its precision."""
-    reason = EngineReason(kind=ReasonKind.UNTYPED, place="this_kernel", wanted="fp16")
     judged = structs.replace(
         engine.manifest.verdict.precision, status=PrecisionStatus(status), reasons=(reason,)
     )
@@ -115,9 +118,11 @@ def with_precision(engine, status):
 def judged_as(monkeypatch):
     """Let the engines of all bundles have a verdict on their precision."""
 
-    def let(status):
+    def let(status, reason=UNTYPED):
         found = "mha_deploy.validation.runtimes.engines_of"
-        monkeypatch.setattr(found, lambda path: [with_precision(each, status) for each in engines_of(path)])
+        monkeypatch.setattr(
+            found, lambda path: [with_precision(each, status, reason) for each in engines_of(path)]
+        )
 
     return let
 
@@ -132,6 +137,22 @@ def test_deploy_demands_the_precision_and_validate_where_it_is_told_to(bundle, j
         assert run_cli(*validate, "--require-precision").code == code
     options = ("--backend", "tensorrt-rtx", "--golden", "opt", "--no-latency", "-o", tmp_path / "out")
     assert run_cli("deploy", "tiny-mha", *options).code == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "fails"),
+    [("unknown", OF_FP32, False), ("unknown", UNTYPED, True), ("mixed", OF_FP32, True)],
+)
+def test_what_kernels_of_fp32_do_not_record_fails_only_where_a_user_demands_it(
+    running, bundle, judged_as, status, reason, fails
+):
+    judged_as(status, reason)
+    for option, is_strict in (("require_recorded_types", False), ("require_precision", True)):
+        report = running(lambda: Stand(bundle), **{option: True})
+        (found,) = [each for each in report.findings if each.kind is Kind.ENGINE_PRECISION]
+        assert (found.level == "failure") is (report.outcome == "failed") is (fails or is_strict)
+        assert not found.required_by or found.required_by == ("require_precision",)
+        assert ("--require-precision" in found.text) is (is_strict and not fails)
 
 
 @pytest.mark.parametrize("status", ["unknown", "mixed"])

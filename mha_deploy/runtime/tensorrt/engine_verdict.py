@@ -493,6 +493,17 @@ class PrecisionVerdict(Struct, frozen=True, kw_only=True):
         """Whether all types are the requested ones, as far as that can be known before a load."""
         return self.status in (PrecisionStatus.VERIFIED, PrecisionStatus.SELECTED_AT_LOAD)
 
+    @property
+    def is_fp32_as_recorded(self) -> bool:
+        """Whether only this is unknown: in which type kernels multiply that read and write FP32."""
+        is_unknown = self.status == PrecisionStatus.UNKNOWN and bool(self.reasons)
+        return is_unknown and all(map(is_compute_type_of_fp32, self.reasons))
+
+
+def is_compute_type_of_fp32(reason: EngineReason) -> bool:
+    """Whether a reason is that a kernel of FP32 does not record in which type it multiplies."""
+    return reason.kind == ReasonKind.COMPUTE_TYPE and reason.wanted == "fp32"
+
 
 def precision_verdict(
     kernels: Sequence[Kernel],
@@ -537,6 +548,10 @@ def precision_verdict(
     reason = None if offenders else _why_unknown(kernels, generated, missing, precision, written)
     if reason is None and not offenders and open_:
         reason = EngineReason(kind=ReasonKind.COMPUTE_TYPE, place=open_[0])
+    if reason is None and not offenders:  # last: it says that everything else is known
+        hiding = (kernel.label for kernel in heavy if _hides_its_type(kernel, precision))
+        reasons = (EngineReason(kind=ReasonKind.COMPUTE_TYPE, place=p, wanted=precision) for p in hiding)
+        reason = next(reasons, None)
     if offenders:
         found = offenders[0]
         reason = EngineReason(
@@ -753,8 +768,6 @@ def _why_unknown(
         return EngineReason(kind=ReasonKind.NOTHING_FLOATING, wanted=precision)
     for kernel in kernels:
         if kernel.is_heavy or id(kernel) in generated:
-            if _hides_its_type(kernel, precision):
-                return EngineReason(kind=ReasonKind.COMPUTE_TYPE, place=kernel.label, wanted=precision)
             continue
         nodes = _nodes(kernel, graph)
         # Neither its name nor its nodes exclude that it computes a matmul.
@@ -1034,6 +1047,12 @@ _FROM_WORST = (
 )
 
 
+def _from_worst(verdict: PrecisionVerdict) -> tuple[bool, int]:
+    """The place of a verdict among those of all sources; FP32 as far as it is recorded is known, too."""
+    is_known = verdict.is_fp32_as_recorded
+    return verdict.status != PrecisionStatus.MIXED and not is_known, _FROM_WORST.index(verdict.status)
+
+
 def _merge_precision(
     verdicts: Mapping[str, PrecisionVerdict], names: Mapping[str, set[str]], requested: str
 ) -> tuple[PrecisionVerdict, list[Disagreement]]:
@@ -1044,14 +1063,16 @@ def _merge_precision(
     `names` are those of the kernels that each source reports.
     """
     unknown = PrecisionStatus.UNKNOWN
-    ranked = sorted(verdicts.items(), key=lambda item: _FROM_WORST.index(item[1].status))
+    ranked = sorted(verdicts.items(), key=lambda item: _from_worst(item[1]))
     if not ranked:
         reasons = (EngineReason(kind=ReasonKind.NO_SOURCE),)
         return PrecisionVerdict(requested=requested, status=unknown, counts={}, reasons=reasons), []
     name, worst = ranked[0][0], _with_eight_bits(ranked[0][1], verdicts.values())
-    judged = {each for source, v in verdicts.items() if v.has_requested_types for each in names[source]}
-    untyped = [v for v in verdicts.values() if v.status == unknown and _is_unjudged(v, judged)]
-    if untyped and worst.has_requested_types:
+    known = {name: v for name, v in verdicts.items() if v.has_requested_types or v.is_fp32_as_recorded}
+    judged = {each for source in known for each in names[source]}
+    others = [v for source, v in verdicts.items() if v.status == unknown and source not in known]
+    untyped = [v for v in others if _is_unjudged(v, judged)]
+    if untyped and name in known:
         return replace(worst, status=unknown, reasons=untyped[0].reasons), []
     doubts = [
         Disagreement(
