@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
 from mha_deploy.errors import DeployError, nearest
-from mha_deploy.keywords import alternatives, typed_value
+from mha_deploy.keywords import alternatives, item_of, typed_value
 
 if TYPE_CHECKING:
     from mha_deploy.model.spec import Axis
@@ -538,7 +538,7 @@ class Limits:
 
 # -- Errors name options as the command line does; Python has keywords ------------------------------
 
-_OPTION = re.compile(r"(?<![\w-])--(no-)?([a-z][a-z-]*)(?: ([\w./][\w.:=/-]*(?<![:-])))?")
+_OPTION = re.compile(r"(?<![\w-])--(no-)?([a-z][a-z-]*)(?: ([\w./][\w.:=/-]*(?<![.:-])))?")
 _OF_PROCESS = {  # see `md.configure`
     "in-process": ("in_process", bool),
     "time-limit": ("time_limit", float),
@@ -561,7 +561,13 @@ _KEYWORDS = {  # parameters of functions; the fields of records are found by the
     "verify": ("verify", bool),
     "weights": ("weights", Path),
 }
-_NO_VALUES = frozenset({"alone", "and", "if", "in", "of", "or", "ranges", "that", "to", "with"})
+# A value is known by its form: a placeholder, a number, what is written like a path, or one of these words.
+_PLACEHOLDER, _NUMBER, _WRITTEN = re.compile(r"[A-Z_]+"), re.compile(r"[\d.]+"), re.compile(r".*[./:=\d_]")
+_VALUES = frozenset({
+    "all", "auto", "cpu", "cuda", "decode", "dynamic", "eager", "identical", "mse", "native",
+    "onnx-reference", "opt", "ort-cpu", "ort-cuda", "percentile", "plugin", "preallocated", "prefill",
+    "python", "tensorrt", "tensorrt-rtx",
+})  # fmt: skip
 
 
 def in_python(text: str) -> str:
@@ -581,22 +587,38 @@ def _keyword(found: re.Match[str]) -> str:
     name, kind = _keywords().get(flag, (None, None))
     if name is None:
         return found[0]
-    is_switch = kind is bool
-    rest = "" if value is None else f" {value}"
-    if is_switch or value in _NO_VALUES or value is None:
-        shown = f"{name}={not no if is_switch else '...'}{rest}"
+    if no or kind is bool:  # these take no value: what follows is the sentence
+        shown, rest = str(not no), value
+    elif _is_value(kind, value):
+        shown, rest = _value(kind, value), None
     else:
-        is_literal = re.fullmatch(r"[A-Z]+|[\d.]+", value)
-        shown = f"{name}={value}" if is_literal else f'{name}="{value}"'
-        if kind is Mapping:
-            key, _, item = value.partition("=")
-            shown = f'{name}={{"{key}": "{item}"}}'
-        elif kind is Sequence:
-            shown = f'{name}=["{value}"]'
+        shown, rest = "...", value
+    keyword = f"{name}={shown}"
     if flag in _OF_PROCESS:
-        keyword, *more = shown.split(" ", 1)
-        shown = " ".join([f"md.configure({keyword})", *more])
-    return shown
+        keyword = f"md.configure({keyword})"
+    return keyword if rest is None else f"{keyword} {rest}"
+
+
+def _is_value(kind: Any, word: str | None) -> bool:
+    """Whether a word behind an option of this type is its value, and not part of the sentence."""
+    if word is None or kind is bool:
+        return False
+    if (get_origin(kind) or kind) is Mapping:
+        return "=" in word
+    if _PLACEHOLDER.fullmatch(word) or _NUMBER.fullmatch(word):
+        return True
+    return word in _VALUES or (kind not in (int, float) and bool(_WRITTEN.match(word)))
+
+
+def _value(kind: Any, word: str) -> str:
+    """A value of an option as Python writes it."""
+    if (get_origin(kind) or kind) is Mapping:
+        key, _, rest = word.partition("=")
+        return f'{{"{key}": "{rest}"}}'
+    item = item_of(kind)
+    is_bare = _PLACEHOLDER.fullmatch(word) or (_NUMBER.fullmatch(word) and (item or kind) in (int, float))
+    shown = word if is_bare else f'"{word}"'
+    return shown if item is None else f"[{shown}]"
 
 
 @cache
@@ -605,8 +627,8 @@ def _keywords() -> dict[str, tuple[str, Any]]:
     found = {**_KEYWORDS, **_OF_PROCESS}
     for record in [each for each in globals().values() if isinstance(each, type) and is_dataclass(each)]:
         for each in fields(record):
-            kind = alternatives(each.type)[0]
-            found.setdefault(flags_of(each)[0].removeprefix("--"), (each.name, get_origin(kind) or kind))
+            flag = flags_of(each)[0].removeprefix("--")
+            found.setdefault(flag, (each.name, alternatives(each.type)[0]))
     return found
 
 

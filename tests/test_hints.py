@@ -4,6 +4,7 @@ import ast
 import inspect
 import pydoc
 import re
+from collections import defaultdict
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from source_trees import nodes_of
 import mha_deploy as md
 from mha_deploy import options
 from mha_deploy.cli import app
+from mha_deploy.keywords import typed_value, types_of
 from mha_deploy.model.catalog import tomllib
 from mha_deploy.options import in_python
 
@@ -147,6 +149,10 @@ def test_the_help_of_python_names_no_option_of_the_command_line(record):
         ("--attention auto: it", 'attention="auto": it'),
         ("--cudnn-include FOLDER", "cudnn_include=FOLDER"),
         ("--no-latency", "latency=False"),
+        ("--no-engine validates it", "engine=False validates it"),
+        ("--allow-decomposed writes it", "allow_decomposed=True writes it"),
+        ("leave --max-loss out", "leave max_loss=... out"),
+        ("--sm 89.", 'targets="89".'),
         ("another -o, or --overwrite", "another out=..., or overwrite=True"),
         ("--hf path/to/Llama --layer 0 for one", 'md.load_checkpoint("path/to/Llama", 0) for one'),
         ("build it: mha-deploy build-engine BUNDLE --overwrite", None),
@@ -176,4 +182,47 @@ def test_hints_name_keywords_that_exist(hints):
         wrong += [(place, name) for name in names if name not in known | OF_OTHERS]
         if not place.startswith("cli/") and "mha-deploy " not in shown:
             wrong += [(place, flag) for flag in FLAG.findall(shown) if flag not in ONLY_TYPED]
+    assert wrong == []
+
+
+KEYWORD = re.compile(r"""(?<![\w.-])([a-z]\w*)=("[^"]*"|\[[^\]]*\]|\{[^}]*\}|[\d.]*\d|True|False)""")
+OF_SENTENCES = {  # what follows an option that is named without a value; another word may be a value
+    "alone", "and", "elsewhere", "from", "if", "in", "of", "or", "out", "ranges", "that", "with",
+}  # fmt: skip
+
+
+def types():
+    """The types that a keyword has in the functions and records of the API."""
+    found = defaultdict(list)
+    public = [each for name in dir(md) if inspect.isfunction(each := getattr(md, name))]
+    records = [each for each in vars(options).values() if isinstance(each, type) and is_dataclass(each)]
+    for owner in (*public, *records):
+        for name, kind in types_of(owner).items():
+            found[name].append(kind)
+    return found
+
+
+def is_of_type(name, kind, value):
+    try:
+        typed_value(name, kind, value)
+    except md.DeployError:
+        return False
+    return True
+
+
+def test_hints_give_every_keyword_a_value_of_its_type(hints):
+    known, wrong, checked = types(), [], 0
+    for place, text in hints:
+        shown = in_python(text)
+        if shown == text or place.startswith("cli/"):
+            continue
+        for name, value in KEYWORD.findall(shown):
+            given = ast.literal_eval(re.sub(r"\[([A-Z]+)\]", r'["\1"]', value))
+            checked += 1
+            if not any(is_of_type(name, kind, given) for kind in known[name]):
+                wrong.append((place, name, value))
+        wrong += [
+            (place, word) for word in re.findall(r"=\.\.\. ([\w-]+)", shown) if word not in OF_SENTENCES
+        ]
+    assert checked > 100
     assert wrong == []
