@@ -890,11 +890,13 @@ def deploy(
         options: The fields of `mha_deploy.options.ExportOptions`, and some of `EngineOptions`.
 
     Returns:
-        The bundle, its engine and the report. An attention without a fused kernel, a graph that TensorRT
-        refuses, or a build that crashes, is a failure in the report, and the engine is None.
+        The bundle, its engine and the report. An attention of your own model without a fused kernel, a graph
+        that TensorRT refuses, or a build that crashes, is a failure in the report, and the engine is None.
 
     Raises:
         BackendUnavailable: No engine can be built here as requested; raised before the export.
+        NotFusedError: No fused kernel supports the attention of a catalog layer (softcap, FP32); raised
+            before the export.
 
     Examples:
         >>> done = md.deploy("tiny-mha", "out/deployed", precision="fp32", engine=False)
@@ -1387,7 +1389,12 @@ def refuse_steps(bundle: Bundle | StrPath, steps: int, prompt: int | None, batch
     from mha_deploy.bundle.cases import refuse_steps
 
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle, verify=False)
-    refuse_steps(opened.manifest.spec, steps, prompt, batch)
+    spec = opened.manifest.spec
+    refuse_steps(spec, steps, prompt, batch)
+    if spec.factory:
+        from mha_deploy.runtime.user_code import refuse_without_factory
+
+        refuse_without_factory(spec)  # which draws the steps
 
 
 def refuse_image(path: Path, *, overwrite: bool, inputs: Sequence[StrPath]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,10 @@ class Inspection:
     inputs: tuple[Mapping[str, str], ...] = ()
     outputs: tuple[Mapping[str, str], ...] = ()
     opset: int | None = None
+
+    def __repr__(self) -> str:
+        shown = [(each.name, getattr(self, each.name)) for each in fields(self)]
+        return f"<Inspection {', '.join(f'{name}={value!r}' for name, value in shown if value)}>"
 
 
 def inspect_path(path: Path, *, verify: bool) -> Inspection:

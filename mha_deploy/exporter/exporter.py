@@ -482,7 +482,7 @@ class ModuleSource(flow.ExportSource):
             return f"{Path(user.weights_file).name}, state SHA-256 {user.state_sha256}"
         if not user.factory:
             return f"of the exported object, state SHA-256 {user.state_sha256}"
-        return f"from the factory, seed {user.seed}"
+        return f"as the factory makes them, seed {user.seed}"
 
 
 @user_code(timed=False, mixed=True)

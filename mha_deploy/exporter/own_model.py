@@ -543,6 +543,8 @@ def _load_weights(module: nn.Module, path: Path, prefix: str) -> tuple[str, ...]
     if missing := [name for name in missing if name not in own or own[name].data_ptr() not in loaded]:
         wrong = [f"no {name}" for name in missing[:3]] + [f"{name} is unknown" for name in unknown[:3]]
         got, hint = ", ".join(wrong), "--prefix: what the module's names begin with in the checkpoint"
+        if loaded:  # so the names begin alike, and no prefix helps
+            hint = "the checkpoint of this very model: its other names match"
         raise ExportError("The weights do not match the module.", got=f"{path}: {got}", hint=hint)
     more = f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
     unused = (f"not needed of {path.name}: {', '.join(unknown[:8])}{more}",) if unknown else ()
@@ -584,5 +586,5 @@ def match_names(
         (start,) = found
         taken = {name: state[f"{start}{name.removeprefix(mine)}"] for name in own}
         begin = f"{prefix.removesuffix('.')}." if prefix else ""
-        return taken, (f"weights of {mine}* from {begin}{start}* of {path.name}",)
+        return taken, (f"{mine}* of the module is {begin}{start}* in {path.name}",)
     return dict(state), ()

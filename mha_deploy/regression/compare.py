@@ -132,7 +132,10 @@ def read_side(source: Any) -> Side:
     try:
         data = read_json(path)
     except FileNotFoundError as failure:
-        raise DeployError("There is no such file.", got=path, hint=_ACCEPTED) from failure
+        is_unwritten = path.name == REPORT_FILE and (path.parent / MANIFEST).is_file()
+        hint = f"mha-deploy validate {path.parent} writes it, in Python the report's save()"
+        hint = hint if is_unwritten else _ACCEPTED
+        raise DeployError("There is no such file.", got=path, hint=hint) from failure
     except (OSError, ValueError, msgspec.DecodeError, RecursionError) as failure:
         raise DeployError("This cannot be compared.", got=f"{path}: {failure}", hint=_ACCEPTED) from failure
     return _from_data(data, str(source), runtime)
