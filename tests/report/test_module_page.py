@@ -87,7 +87,7 @@ def test_the_evidence_of_an_engine_is_in_words_and_explained():
     sources = {node["source"] for engine in fresh("passing")["engines"] for node in engine["nodes"]}
     assert sources
     assert not [source for source in sources if f">{source}<" in page]
-    for word in ("build log", "inspector", "profiler"):
+    for word in ("build log", "inspector"):
         assert word in COLUMNS["evidence"]
 
 
