@@ -12,6 +12,7 @@ import numpy as np
 from msgspec import Meta, Struct, structs
 
 from mha_deploy.bundle.cases import GoldenCase, entries_from, first_new_entries
+from mha_deploy.bundle.sizes import is_mask
 from mha_deploy.metrics import EVERYWHERE, Budget, Deviation, ToHeads, budget_from_samples, measure
 from mha_deploy.model.precision import Precision, smallest_normal
 from mha_deploy.status import EMPTY_ORACLE, Kind, Outcome, Reason, derive, means
@@ -288,5 +289,19 @@ def _wrong_before_error(case: GoldenCase, name: str, got: np.ndarray | None) -> 
     finite = np.isfinite(got.astype(np.float64))
     if not finite.all():
         first, count = tuple(int(i) for i in np.argwhere(~finite)[0]), int((~finite).sum())
-        return Reason(kind=Kind.NOT_FINITE, index=first, numbers={"count": count})
+        masks, value = _masks_where(~finite, case.inputs)
+        return Reason(kind=Kind.NOT_FINITE, index=first, numbers={"count": count}, names=masks, got=value)
     return None
+
+
+def _masks_where(wrong: np.ndarray, inputs: Mapping[str, np.ndarray]) -> tuple[tuple[str, ...], str | None]:
+    """The first mask that is of one value in the batch elements with wrong numbers only, and that value."""
+    if not wrong.ndim or (elements := wrong.reshape(len(wrong), -1).any(1)).all():
+        return (), None
+    for name, array in inputs.items():
+        if is_mask(name, array.dtype.name) and array.ndim > 1 and len(array) == len(wrong):
+            held = array.reshape(len(array), -1) != 0
+            for value, throughout in (("true", held.all(1)), ("false", ~held.any(1))):
+                if np.array_equal(throughout, elements):
+                    return (name,), value
+    return (), None

@@ -163,6 +163,12 @@ def _out_of_budget(reason: Reason, share: float | None) -> str:
     return f"{much} budget{measures}{where}"
 
 
+def _not_finite(reason: Reason, _: float | None) -> str:
+    text = f"{reason.numbers['count']:.0f} values are NaN or infinite, the first at {reason.index}"
+    masks = " and ".join(reason.names)
+    return f"{text}: in the batch elements in which all of {masks} is {reason.got}" if masks else text
+
+
 def _subnormal(reason: Reason, _: float | None) -> str:
     least = f"the smallest normal number of {reason.got} is {reason.numbers['smallest_normal']:.2g}"
     return f"the oracle is at most {reason.numbers['largest']:.2g}, and {least}"
@@ -186,7 +192,7 @@ _REASONS: Mapping[Kind, str | Callable[[Reason, float | None], str]] = {
     Kind.UNEXPECTED: "not an output of the model",
     Kind.TYPE: "type {0.got}, not {0.wanted}",
     Kind.SHAPE: "shape {0.got}, not {0.wanted}",
-    Kind.NOT_FINITE: "{0.numbers[count]:.0f} values are NaN or infinite, the first at {0.index}",
+    Kind.NOT_FINITE: _not_finite,
     Kind.OLD_ENTRIES: "old entries were changed, the first in {0.where}",
     Kind.DIFFERENT_VALUES: _differing,
     Kind.OUT_OF_BUDGET: _out_of_budget,

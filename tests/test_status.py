@@ -71,6 +71,18 @@ def test_every_verdict_has_a_kind_and_comes_back_from_json_as_it_was(kind):
     assert report.outcome is worst
 
 
+@pytest.mark.parametrize(("value", "word"), [(True, "true"), (False, "false")])
+def test_numbers_that_are_not_finite_where_a_mask_is_of_one_value_are_explained_by_it(value, word):
+    pad = np.array([[value] * 3, [False, True, False]])
+    case, wrong = made_case({"y": ORACLE}, inputs={"other": np.ones((2, 3), bool), "pad": pad}), RIGHT.copy()
+    wrong[0, 1] = np.nan
+    (verdict,) = judge_case(case, {"y": wrong}, FP16)
+    assert (verdict.reason.names, verdict.reason.got, verdict.reason.index) == (("pad",), word, (0, 1, 0))
+    wrong[1, 2] = np.inf
+    (verdict,) = judge_case(case, {"y": wrong}, FP16)
+    assert verdict.reason.names == ()
+
+
 def test_a_case_that_did_not_run_is_a_failure_without_numbers():
     (verdict,) = failed_to_run(case_of(ORACLE), "no memory")
     assert (verdict.outcome, verdict.ran, verdict.share) == (FAILED, False, None)

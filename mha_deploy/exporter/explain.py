@@ -580,6 +580,9 @@ def refuse_infinite_constants(program: ExportedProgram, where: str) -> None:
         raise ExportError(what, got=f"{where}: {constants} is infinite", hint=hint)
 
 
+_NO_KEYS = "The module has no finite result for a fully masked query."
+
+
 def overflow_error(
     where: str, precision: str, *, module: nn.Module, run: Callable[[], object] | None = None, hint: str
 ) -> NoResult:
@@ -589,9 +592,8 @@ def overflow_error(
         return NoResult("The module's weights contain NaN.", got=nan, hint=helps)
     seen = _Watch() if run is None else _first_overflow(run)
     if seen.masked and not seen.found:
-        what = "The module has no finite result for a fully masked query."
         hint = "a mask that leaves every query a key, or in the module nan_to_num or a finite mask number"
-        return NoResult(what, got=f"{where}; {seen.masked}", hint=hint)
+        return NoResult(_NO_KEYS, got=f"{where}; {seen.masked}", hint=hint)
     # Not buffers: a causal mask of -inf is one.
     if not seen.found and (infinite := _weights_with(torch.isinf, module.named_parameters())):
         what = f"The module's weights contain infinite numbers in {precision}."
@@ -601,6 +603,22 @@ def overflow_error(
         return NoResult(f"The module's own result is not finite in {precision}.", got=where, hint=hint)
     what = f"The module itself overflows in {precision}: its own result is not finite."
     return NoResult(what, got=where if seen.found is None else f"{where}; first at {seen.found}", hint=hint)
+
+
+# Their fast path is not taken within a mode, such as the one that the module is run in elsewhere.
+_FAST = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+def refuse_full_mask(module: nn.Module, arguments: Mapping[str, Tensor], where: str) -> None:
+    """Refuse a full mask for which a module has no finite result on PyTorch's fast path."""
+    if not any(isinstance(each, _FAST) for each in module.modules()):
+        return
+    results = list[Tensor]()
+    with contextlib.suppress(RuntimeError), silenced(), torch.inference_mode():  # a CPU may lack a kernel
+        results = tensors_in(module(**arguments))
+    if not all(map(_is_finite, results)):
+        hint = "torch.backends.mha.set_fastpath_enabled(False), or a mask that leaves every query a key"
+        raise NoResult(_NO_KEYS, got=f"{where}, on the fast path of torch.backends.mha", hint=hint)
 
 
 def _weights_with(test: Callable[[Tensor], Tensor], weights: Iterable[tuple[str, Tensor]]) -> str | None:

@@ -30,10 +30,10 @@ from mha_deploy.bundle.cases import (
     take_tokens,
 )
 from mha_deploy.bundle.manifest import Source
-from mha_deploy.bundle.sizes import PlannedCase
+from mha_deploy.bundle.sizes import MaskFill, PlannedCase
 from mha_deploy.errors import ExportError
 from mha_deploy.exporter.axes import ExportedModule
-from mha_deploy.exporter.explain import overflow_error, run_explained
+from mha_deploy.exporter.explain import overflow_error, refuse_full_mask, run_explained
 from mha_deploy.exporter.flow import refuse_large_error
 from mha_deploy.exporter.oracle import (
     Float32Accumulation,
@@ -382,7 +382,10 @@ class ModuleCapture(Capture):
             key: array if self.user.inputs[key].draw else planned.change(key, array, self.user.dims[key])
             for key, array in self.as_stored(arrays_of(drawn)).items()
         }
-        return {key: tensor_from_numpy(taken[key]).to(tensor.dtype) for key, tensor in drawn.items()}
+        feeds = {key: tensor_from_numpy(taken[key]).to(tensor.dtype) for key, tensor in drawn.items()}
+        if MaskFill.ALL in planned.masks:
+            refuse_full_mask(self.module, self.arguments(feeds), f"golden case {planned.name}")
+        return feeds
 
     def as_stored(self, results: Arrays) -> Arrays:
         """Arrays in the types of the mixed graph."""

@@ -1,6 +1,8 @@
 """What an export of a user's module must refuse in words, and what it must not lose."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import edge_models
 import msgspec
@@ -8,11 +10,14 @@ import numpy as np
 import pytest
 import torch
 from bundle_edit import fill, manifest
+from torch import nn
 
 import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import BundleWriter, open_bundle
-from mha_deploy.errors import DeployError, ExportError
+from mha_deploy.bundle.sizes import MaskFill, PlannedCase
+from mha_deploy.errors import DeployError, ExportError, NoResult
+from mha_deploy.exporter.golden import ModuleCapture
 from mha_deploy.exporter.own_model import load_factory, open_user_module, state_digest
 from mha_deploy.exporter.program import export_program
 from mha_deploy.model.catalog import find_spec
@@ -122,6 +127,28 @@ def test_a_fully_masked_query_is_no_overflow(tmp_path, factory):
     assert "softmax" in caught.value.got
     assert "edge_models.py:" in caught.value.got
     assert "mask" in caught.value.hint
+
+
+def test_no_full_mask_is_kept_for_which_the_fast_path_of_pytorch_has_no_result():
+    layer = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
+    mask = torch.arange(6) >= torch.tensor([[6], [4]])
+    inputs = {"src": md.Example(torch.randn(2, 6, 8), "B", "S")}
+    inputs["src_key_padding_mask"] = md.Example(mask, "B", "S")
+    own = md.Deployable(module=layer, inputs=inputs, axes={"B": "1:2:4", "S": "2:6:8"}, outputs=["y"])
+    user = open_user_module(own, FP16)
+    capture = ModuleCapture(user, SimpleNamespace(outputs=["y"], tables={}), FP16, 0)
+    full = PlannedCase(name="masks", sizes={"B": 4, "S": 6}, masks=tuple(MaskFill))
+    with pytest.raises(NoResult, match="fully masked"):
+        capture.draw(full)
+    feeds = capture.draw(replace(full, masks=(MaskFill.TAIL, MaskFill.HEAD)))
+    with torch.no_grad():
+        assert user.module(**feeds).isfinite().all()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        feeds = capture.draw(full)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    assert capture.run_eager(feeds, "a case")["y"].isfinite().all()
 
 
 @pytest.mark.slow  # those of a catalog layer are named by the same code: tests/export/test_exporter.py
