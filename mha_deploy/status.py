@@ -108,6 +108,7 @@ class Kind(Word):
     OUTPUTS_NOT_JUDGED = "outputs not judged"
     ATTENTION_CHANGED = "attention changed"
     OTHER_WEIGHTS = "other weights"
+    WEIGHTS_CHANGED = "weights changed"
     LOSS = "loss"
     WRONG_ON_DATA = "wrong on data"
     DATA_NOT_VERIFIED = "data not verified"

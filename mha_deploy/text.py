@@ -413,10 +413,13 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
         f"({summarize_names(finding.names)})"
     ),
     Kind.OTHER_WEIGHTS: lambda finding: (
-        f"{finding.place.runner} has different weights than the bundle, so it is another model: "
-        f"{len(finding.names)} of {finding.numbers['weights']:.0f} weights of the bundle are not in it "
-        f"({summarize_names(finding.names)}); export the bundle with its weights, or the graph with the "
-        "bundle's"
+        f"{finding.place.runner} has different weights than the bundle: {len(finding.names)} of "
+        f"{finding.numbers['weights']:.0f} are not in it ({summarize_names(finding.names)}); export the "
+        "bundle with its weights, or the graph with the bundle's"
+    ),
+    Kind.WEIGHTS_CHANGED: lambda finding: (
+        f"{finding.place.runner} has numbers that the bundle does not have in "
+        f"{plural(len(finding.names), 'weight')} ({summarize_names(finding.names)})"
     ),
     Kind.DEMAND_NOT_MET: lambda finding: (
         f"{finding.names[0]}: {short(finding.numbers['got'])} {finding.detail}, "

@@ -2,69 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph.ir import HALVES, constant, graphs_of, nodes_in, weight_behind
-from mha_deploy.graph.roles import FUSED_MATMULS, MATMULS
+from mha_deploy.graph.roles import FUSED_MATMULS, MATMULS, NORMS
 
 _FEWEST = 8  # numbers by which a row is known
 _FLOATS = (*HALVES, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 _OTHERS = (ir.DataType.BOOL, ir.DataType.INT32, ir.DataType.INT64)  # masks, indices and sizes
 
 
-def missing_weights(ours: ir.Model, theirs: ir.Model) -> tuple[list[str], int]:
-    """The weights of our GEMMs that are not in another graph, and how many were looked for.
+class WeightSearch(NamedTuple):
+    """How the weights of another graph differ from ours."""
 
-    A weight is there if most of its rows or columns are, in any order, in any tensor: another export may
-    transpose it, split it by heads, or pack it with others. None is looked for where types do not allow it:
-    in a quantized graph, and between FP16 and BF16.
+    searched: int = 0  # how many of ours
+    missing: tuple[str, ...] = ()  # those of which it does not have at least half
+    changed: tuple[str, ...] = ()  # those of its own of which we do not have some numbers
+
+
+def search_weights(ours: ir.Model, theirs: ir.Model) -> WeightSearch:
+    """Search another graph for the weights of our GEMMs and norms, and ours for its own; biases, too.
+
+    A matrix is known by its rows or columns, in any order, in any tensor: another export may transpose it,
+    split it by heads, or pack it with others. A vector is known by its numbers. None is searched for where
+    types do not allow it: in a quantized graph, and between FP16 and BF16.
     """
-    wanted, there = dict(_weights_of_gemms(ours)), list(_matrices(theirs))
-    types = {tensor.dtype for tensor in (*wanted.values(), *there)}
+    own, other = dict(_weights(ours)), dict(_weights(theirs))
+    tensors = [list(_constants(model)) for model in (ours, theirs)]
+    types = {tensor.dtype for tensor in chain(own.values(), *tensors)}
     narrow = types.intersection(HALVES)
-    if not there or not types.issubset(_FLOATS) or len(narrow) > 1:
-        return [], 0
+    if not all(tensors) or not types.issubset(_FLOATS) or len(narrow) > 1:
+        return WeightSearch()
     common = (narrow.pop() if narrow else ir.DataType.FLOAT).numpy()
-    known = {row for tensor in there for rows in _rows(tensor, common) for row in rows}
+    lost, new = _lacking(own, tensors[1], common), _lacking(other, tensors[0], common)
+    missing = tuple(name for name, share in lost.items() if share >= 0.5)
+    # What is new as a whole takes the place of what is missing; equal layers may hide that something is.
+    changed = tuple(name for name, share in new.items() if share and (share < 0.5 or not missing))
+    return WeightSearch(len(own), missing, changed)
 
-    def is_there(tensor: ir.TensorProtocol) -> bool:
-        return any(2 * len(known.intersection(rows)) > len(set(rows)) for rows in _rows(tensor, common))
 
-    return [name for name, tensor in wanted.items() if not is_there(tensor)], len(wanted)
+def _lacking(
+    wanted: Mapping[str, ir.TensorProtocol], there: Sequence[ir.TensorProtocol], dtype: np.dtype
+) -> dict[str, float]:
+    """The share of each weight that is in none of these tensors."""
+    rows = {row for tensor in there for each in _rows(tensor, dtype) for row in each}
+    vectors = [_numbers(tensor, dtype) for tensor in there if _is_vector(tensor)]
+    every = {0}.union(*vectors)  # a bias of zeros may be left out
+
+    def share(tensor: ir.TensorProtocol) -> float:
+        least = min(len(each - rows) / len(each) for each in map(set, _rows(tensor, dtype)))
+        if not least or not _is_vector(tensor):
+            return least
+        numbers = _numbers(tensor, dtype)
+        alike = ((numbers - each).total() for each in vectors if each.total() == tensor.size)
+        nearest = min(alike, default=tensor.size) / tensor.size
+        # Without one that it is for the most part, it may be packed, or taken apart.
+        return nearest if nearest < 0.5 else len(numbers.keys() - every) / len(numbers)
+
+    return {name: share(tensor) for name, tensor in wanted.items()}
 
 
-def _weights_of_gemms(model: ir.Model) -> Iterator[tuple[str, ir.TensorProtocol]]:
+def _weights(model: ir.Model) -> Iterator[tuple[str, ir.TensorProtocol]]:
+    """The matrices of GEMMs, and the vectors of biases and norms."""
     for node in nodes_in(model.graph):
-        if node.op_type in (*MATMULS, *FUSED_MATMULS):
-            for value in map(weight_behind, node.inputs[:2]):
+        gemm = 2 if node.op_type in (*MATMULS, *FUSED_MATMULS) else 0  # operands, and then the bias
+        if gemm or node.op_type in (*NORMS, "Add"):
+            for index, value in enumerate(map(weight_behind, node.inputs)):
                 tensor = constant(value)
-                if value is not None and tensor is not None and _is_matrix(tensor):
+                if value is None or tensor is None or not _is_known(tensor):
+                    continue
+                if _is_vector(tensor) is (index >= gemm):
                     yield value.name or "", tensor
 
 
-def _matrices(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+def _constants(model: ir.Model) -> Iterator[ir.TensorProtocol]:
     """Everything constant that may hold weights."""
     for graph in graphs_of(model):
         held = [value.const_value for value in graph.initializers.values()]
         held += [constant(node.outputs[0]) for node in graph if node.op_type == "Constant"]
-        yield from (each for each in held if each is not None and _is_matrix(each))
+        yield from (each for each in held if each is not None and _is_known(each))
 
 
-def _is_matrix(tensor: ir.TensorProtocol) -> bool:
-    sizes = [size for size in tensor.shape.numpy() if size > 1]
-    return len(sizes) > 1 and max(sizes) >= _FEWEST and tensor.dtype not in _OTHERS
+def _is_known(tensor: ir.TensorProtocol) -> bool:
+    return max(tensor.shape.numpy(), default=0) >= _FEWEST and tensor.dtype not in _OTHERS
+
+
+def _is_vector(tensor: ir.TensorProtocol) -> bool:
+    return tensor.size == max(tensor.shape.numpy())
+
+
+def _bits(tensor: ir.TensorProtocol, dtype: np.dtype) -> np.ndarray:
+    """All numbers in a common type, by their bits."""
+    with np.errstate(over="ignore"):
+        numbers = tensor.numpy().astype(dtype) + dtype.type(0)  # there is no -0 then
+    return numbers.view(f"uint{8 * dtype.itemsize}")
+
+
+def _numbers(tensor: ir.TensorProtocol, dtype: np.dtype) -> Counter[int]:
+    return Counter(_bits(tensor, dtype).ravel().tolist())
 
 
 def _rows(tensor: ir.TensorProtocol, dtype: np.dtype) -> Iterator[list[tuple[int, ...]]]:
     """What all rows along each axis are known by: their size, and two sums over their bits, in any order."""
-    with np.errstate(over="ignore"):
-        numbers = tensor.numpy().astype(dtype) + dtype.type(0)  # there is no -0 then
-    bits = numbers.view(f"uint{8 * dtype.itemsize}")
+    bits = _bits(tensor, dtype)
     mixed = (bits ^ (bits >> 5)) * bits.dtype.type(40503)
-    for axis, size in enumerate(numbers.shape):
+    for axis, size in enumerate(bits.shape):
         if size >= _FEWEST:
             sums = [each.sum(axis=axis, dtype=np.uint64).ravel().tolist() for each in (bits, mixed)]
             yield [(size, *row) for row in zip(*sums, strict=True)]

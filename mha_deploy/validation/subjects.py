@@ -22,7 +22,7 @@ from mha_deploy.engine.engine import open_plan
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.weights import missing_weights
+from mha_deploy.graph.weights import search_weights
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.options import ValidateOptions
@@ -111,10 +111,14 @@ class SubjectRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         tuple[AttentionDifference, ...], means("attributes of its attentions that differ from the bundle")
     ] = ()
     weights: Annotated[
-        int, means("for a wrong graph: number of weights of the bundle's GEMMs that were searched for in it")
+        int,
+        means("for a wrong graph: how many weights and biases of the bundle were searched for in it"),
     ] = 0
     missing_weights: Annotated[
-        tuple[str, ...], means("weights that it does not have in any layout: it is another model")
+        tuple[str, ...], means("those that it does not have in any layout: at least half of each")
+    ] = ()
+    changed_weights: Annotated[
+        tuple[str, ...], means("its own weights and biases with numbers that the bundle does not have")
     ] = ()
 
 
@@ -386,10 +390,11 @@ class Subject:
         )
 
     def compare_weights(self) -> None:
-        """Add to its record which weights of the bundle a graph does not have."""
+        """Add to its record which weights of the bundle a graph does not have, and which it changed."""
         if self.kind is SubjectKind.GRAPH and self._file is not None and self.record is not None:
-            missing, count = missing_weights(load_graph(self.bundle.model_path), load_graph(self._file))
-            self.record = structs.replace(self.record, weights=count, missing_weights=tuple(missing))
+            found = search_weights(load_graph(self.bundle.model_path), load_graph(self._file))
+            about = {"missing_weights": found.missing, "changed_weights": found.changed}
+            self.record = structs.replace(self.record, weights=found.searched, **about)
 
     def _plan_verdict(self, runner: Runner) -> PlanVerdict:
         """What its kernels show, by TensorRT's inspector and by the plan itself."""

@@ -679,9 +679,13 @@ def _about_subjects(report: Validation, options: ValidateOptions) -> Iterator[Fi
             detail = f"{found.attribute} is {found.subject}, in the bundle {found.bundle}"
             about = {"runner": each.name, "names": found.nodes, "detail": detail}
             yield _found(Severity.NOTE, Section.PARITY, Kind.ATTENTION_CHANGED, **about)
-        if each.missing_weights:
-            about = {"runner": each.name, "names": each.missing_weights, "numbers": {"weights": each.weights}}
-            yield _found(Severity.WARNING, Section.PARITY, Kind.OTHER_WEIGHTS, **about)
+        for kind, names in (
+            (Kind.OTHER_WEIGHTS, each.missing_weights),
+            (Kind.WEIGHTS_CHANGED, each.changed_weights),
+        ):
+            if names:
+                about = {"runner": each.name, "names": names, "numbers": {"weights": each.weights}}
+                yield _found(Severity.WARNING, Section.PARITY, kind, **about)
         fusion = FusionStatus.UNKNOWN if each.plan is None else each.plan.fusion
         precision = PrecisionStatus.UNKNOWN if each.plan is None else each.plan.precision
         if fusion is not FusionStatus.FUSED and (each.plan is not None or options.require_fused):

@@ -107,8 +107,31 @@ def test_another_export_that_is_wrong_fails_with_exit_1(bundle, other, run_cli, 
     assert data["verdict"]["outcome"] == "failed"
     assert data["verdict"]["findings"][0]["kind"] == Kind.WRONG_OUTPUTS
     (subject,) = data["subjects"]
-    assert subject["missing_weights"] == ["q.weight.T"], "that it is another model is said"
+    assert subject["missing_weights"] == ["q.weight.T", "q.bias"], "that it is another model is said"
     assert Kind.OTHER_WEIGHTS in [each["kind"] for each in data["verdict"]["findings"]]
+
+
+def changed(name, at):
+    """One row, or one number, of a tensor is larger."""
+
+    def change(model):
+        (tensor,) = [each for each in model.graph.initializer if each.name == name]
+        values = numpy_helper.to_array(tensor).copy()
+        values[at] *= values.dtype.type(1.5)
+        tensor.CopyFrom(numpy_helper.from_array(values, name))
+
+    return change
+
+
+def test_weights_that_changed_in_part_are_listed(bundle, other):
+    def change(model):
+        changed("o.weight.T", np.s_[:, 3])(model)
+        changed("q.bias", 2)(model)
+
+    report = md.validate(bundle, graphs=[other(change)], **QUICK)
+    (subject,) = report.record.subjects
+    assert (subject.missing_weights, set(subject.changed_weights)) == ((), {"o.weight.T", "q.bias"})
+    assert Kind.WEIGHTS_CHANGED in [each.kind for each in report.findings]
 
 
 def in_another_layout(model):
@@ -126,8 +149,8 @@ def test_a_wrong_graph_with_the_same_weights_in_another_layout_is_not_another_mo
     report = md.validate(bundle, graphs=[other(in_another_layout)], **QUICK)
     assert not report.passed
     (subject,) = report.record.subjects
-    assert (subject.weights, subject.missing_weights) == (4, ())
-    assert Kind.OTHER_WEIGHTS not in [each.kind for each in report.findings]
+    assert (subject.weights, subject.missing_weights, subject.changed_weights) == (8, (), ())
+    assert not {Kind.OTHER_WEIGHTS, Kind.WEIGHTS_CHANGED} & {each.kind for each in report.findings}
 
 
 def test_an_attention_without_its_causal_mask_is_named(bundles, tmp_path):
