@@ -798,6 +798,7 @@ def bisect(
     backend: str | None = None,
     *,
     graph: StrPath | None = None,
+    names: Mapping[str, str] | None = None,
     on_step: OnStep | None = None,
 ) -> Bisection:
     """Find the first attention, and then the first node, whose result is wrong.
@@ -808,6 +809,7 @@ def bisect(
             runtime.
         graph: Another ONNX export of the same model, to look into in place of the bundle's own; values of the
             same name are compared.
+        names: With `graph`: its names of inputs and outputs, and those in the bundle.
         on_step: Called before each part that is tried.
 
     Returns:
@@ -820,7 +822,8 @@ def bisect(
     """
     from mha_deploy.validation.fault import bisect
 
-    return bisect(_open(bundle), backend, on_step or silent, None if graph is None else _path(graph))
+    path = None if graph is None else _path(graph)
+    return bisect(_open(bundle), backend, on_step or silent, path, names or {})
 
 
 @typed

@@ -334,8 +334,7 @@ class ValidateOptions(TimedOptions):
     )
     names: Sequence[str] | Mapping[str, str] = option(
         (),
-        "With --graph, --engine-file or a runner: its name of an input or output, and the name in the "
-        "bundle.",
+        "With another graph, engine or runner: its name of an input or output, and the name in the bundle.",
         "--map",
         metavar="THEIRS=OURS",
     )

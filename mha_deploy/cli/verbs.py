@@ -581,13 +581,15 @@ def _place_of_report(options: Mapping[str, Any]) -> Path:
             "same name are compared. The backend is then a runtime, by default one on the CPU.",
             metavar="FILE.onnx",
         ),
-    ),
+    )
+    | options_of(ValidateOptions, "names"),
     CONTROL,
 )
 def bisect(bundle: Path = BUNDLE, **options: Any) -> Result:
     """Find the first attention, and then the first node, at which an engine or runtime deviates."""
     from mha_deploy.cli import tables
 
+    options["names"] = parse_pairs(options["names"], "--map", "theirs=ours")
     opened = md.open_bundle(bundle)
     with show_steps(f"bisect {opened.manifest.spec.name}", LIBRARIES) as on_step:
         found = md.bisect(opened, on_step=on_step, **options)

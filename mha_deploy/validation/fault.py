@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -49,7 +50,7 @@ from mha_deploy.status import Kind, Outcome, Reason, Word, derive, means
 from mha_deploy.text import reason_text
 from mha_deploy.validation.decode import admits
 from mha_deploy.validation.runtimes import RuntimeFinder
-from mha_deploy.validation.subjects import Fit, FittedRunner, fit
+from mha_deploy.validation.subjects import Fit, FittedRunner, Names, fit
 
 OpenModel = Callable[[ir.Model], Runner]
 
@@ -273,12 +274,22 @@ class Bisection(Struct, frozen=True, kw_only=True):
         derive(self, outcome=Outcome.passing(self.wrong is None))
 
 
-def bisect(bundle: Bundle, backend: str | None, on_step: OnStep, graph: Path | None = None) -> Bisection:
+def bisect(
+    bundle: Bundle,
+    backend: str | None,
+    on_step: OnStep,
+    graph: Path | None = None,
+    names: Names = MappingProxyType({}),
+) -> Bisection:
     """Find where a runtime, by default the first engine that runs here, leaves the oracle.
 
-    With `graph`, another export of the model is looked into, in a runtime of graphs.
+    With `graph`, another export of the model is looked into, in a runtime of graphs; `names` are those of its
+    inputs and outputs in the bundle.
     """
     finder = RuntimeFinder(bundle)
+    if names and graph is None:
+        what, got = "Names are mapped only for another graph.", [f"{by}={to}" for by, to in names.items()]
+        raise DeployError(what, got=", ".join(got), hint="--graph FILE.onnx")
     if graph is not None and backend not in (None, *RUNNERS):
         what = "Another graph is run by a runtime, not by an engine."
         raise DeployError(what, got=backend, hint=", ".join(RUNNERS))
@@ -299,7 +310,7 @@ def bisect(bundle: Bundle, backend: str | None, on_step: OnStep, graph: Path | N
         on_step("reference", 0, 0)
         return reference_for(bundle, case, name, uncounted(on_step))
 
-    return bisect_bundle(bundle, name, open_model, reference, uncounted(on_step), graph)
+    return bisect_bundle(bundle, name, open_model, reference, uncounted(on_step), graph, names)
 
 
 def bisect_bundle(
@@ -309,12 +320,13 @@ def bisect_bundle(
     reference_of: Callable[[GoldenCase], TrustedValues],
     on_step: OnName = silent,
     graph: Path | None = None,
+    names: Names = MappingProxyType({}),
 ) -> Bisection:
     """Find where a runtime leaves the oracle: the first golden case that is wrong, its attentions, its nodes.
 
     Where the reference for values inside may be wrong itself, the nodes are left out.
     """
-    search, name = _FaultSearch(bundle, open_model, on_step, graph), bundle.manifest.spec.name
+    search, name = _FaultSearch(bundle, open_model, on_step, graph, names), bundle.manifest.spec.name
     whole = search.whole()
     count, case = len(search.values), search.case.name
     found = Bisection(model=name, backend=backend, case=case, attentions=count, runs=search.runs)
@@ -385,6 +397,7 @@ class _FaultSearch:
         open_model: OpenModel,
         on_step: OnName,
         graph: Path | None,
+        names: Names,
     ) -> None:
         self.precision, self.open_model, self.on_step = bundle.manifest.precision, open_model, on_step
         own = load_graph(bundle.model_path)
@@ -395,6 +408,7 @@ class _FaultSearch:
         self.masks = _mask_nodes(self.model)
         self.bundle, self.case, self.runs = bundle, case_to_bisect(bundle), 0
         self.graph_name = "" if graph is None else graph.name
+        self.names = names
         self.fit: Fit | None = None  # of another graph, once it was opened
         entry = bundle.manifest.layers
         # Of another graph, only what has the same name can be compared.
@@ -410,12 +424,12 @@ class _FaultSearch:
         with ExitStack() as owned:
             owned.callback(runner.close)
             if self.fit is None:
-                self.fit = fit(runner, self.graph_name, self.bundle.manifest.spec, self.precision, {})
+                self.fit = fit(runner, self.graph_name, self.bundle.manifest.spec, self.precision, self.names)
             owned.pop_all()
         types = {value: self.types.get(value, runner.outputs[value].dtype) for value in values}
         outputs = {**{value: value for value in values}, **self.fit.outputs}
         how = replace(self.fit, outputs=outputs, types={**types, **self.fit.types})
-        return FittedRunner(runner, self.graph_name, how, {})
+        return FittedRunner(runner, self.graph_name, how, self.names)
 
     def inside(self, output: str) -> str:
         """The name of an output in the graph."""

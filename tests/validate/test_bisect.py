@@ -327,6 +327,21 @@ def test_another_graph_of_the_model_is_bisected(own_bundles, broken, run_cli):
         md.bisect(own_bundles(), "tensorrt-rtx", graph=other)
 
 
+def test_another_graph_is_bisected_under_its_own_names(own_bundles, broken, run_cli, refused):
+    other = broken(scale_off(ATTENTIONS[1])).model_path
+    model = load_graph(other)
+    inputs = {f"their_{value.name}": str(value.name) for value in model.graph.inputs}
+    outputs = {f"their_{value.name}": str(value.name) for value in model.graph.outputs}
+    for value in (*model.graph.inputs, *model.graph.outputs):
+        value.name = f"their_{value.name}"
+    ir.save(model, other)
+    found = md.bisect(own_bundles(), "ort-cpu", graph=other, names=inputs | outputs)
+    assert (found.first_wrong, found.first_node.node) == (ATTENTIONS[1], ATTENTIONS[1])
+    options = [part for pair in (inputs | outputs).items() for part in ("--map", "=".join(pair))]
+    assert run_cli("bisect", own_bundles().path, "--graph", other, *options).code == 1
+    refused("bisect", own_bundles().path, *options, what="mapped", hint="--graph")
+
+
 @pytest.mark.parametrize("hidden", ["-1e9", "-inf"])
 def test_numbers_that_hide_keys_do_not_hide_a_wrong_number_of_a_mask(tmp_path, run_cli, hidden):
     """Next to -1e9 or -inf, a difference in the bias that is added to it is small."""
