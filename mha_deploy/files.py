@@ -10,7 +10,9 @@ import re
 import stat
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -48,6 +50,15 @@ def read_regular(path: Path, limit: int = LARGEST_TEXT) -> bytes:
         return file.read(size)  # with a large limit, read(limit) would allocate that much
 
 
+def hint_for_missing(path: Path, hint: str, is_meant: Callable[[Path], bool] = lambda each: True) -> str:
+    """What to try where there is no such path: one beside it that was probably meant, or what is needed."""
+    with suppress(OSError, ValueError):  # a name that no file can have
+        names = [each.name for each in path.parent.iterdir() if is_meant(each)]
+        if near := get_close_matches(path.name, names, n=1):
+            return f"did you mean {path.with_name(near[0])}? Or {hint}"
+    return hint
+
+
 def check_name(name: str) -> None:
     """Refuse the name of a file that is not UTF-8: runtimes and the formats of our files do not take it."""
     try:
@@ -55,6 +66,13 @@ def check_name(name: str) -> None:
     except UnicodeEncodeError as error:
         shown = name.encode("utf-8", "backslashreplace").decode()
         raise DeployError("The name is not valid UTF-8.", got=shown, hint="rename it") from error
+
+
+def refuse_missing_data(path: Path, hint: str) -> None:
+    """Refuse a file or folder of samples that is not there."""
+    check_name(str(path))
+    if not os.path.exists(path):  # false for a name that no file can have
+        raise DeployError("There is no such data.", got=path, hint=hint_for_missing(path, hint))
 
 
 def file_name(text: str) -> str:

@@ -163,6 +163,10 @@ def _out_of_budget(reason: Reason, share: float | None) -> str:
     return f"{much} budget{measures}{where}"
 
 
+def _bound(name: str) -> str:
+    return "at most" if name.startswith("max_") else "at least"
+
+
 def _not_finite(reason: Reason, _: float | None) -> str:
     text = f"{reason.numbers['count']:.0f} values are NaN or infinite, the first at {reason.index}"
     masks = " and ".join(reason.names)
@@ -423,11 +427,14 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
     ),
     Kind.DEMAND_NOT_MET: lambda finding: (
         f"{finding.names[0]}: {short(finding.numbers['got'])} {finding.detail}, "
-        f"{short(finding.numbers['wanted'])} is required"
+        f"{_bound(finding.names[0])} {short(finding.numbers['wanted'])} is required"
     ),
     Kind.OTHER_BUNDLE: "the server serves another bundle (manifest {0.names[0]:.16}…, not "
     "{0.names[1]:.16}…): package this one, or validate the bundle that is served",
-    Kind.DEMAND_NOT_CHECKED: "{0.names[0]} was not measured: {0.numbers[wanted]:g} is required",
+    Kind.DEMAND_NOT_CHECKED: lambda finding: (
+        f"{finding.names[0]} was not measured: {_bound(finding.names[0])} {finding.numbers['wanted']:g} "
+        "is required"
+    ),
     Kind.LOSS: "{0.detail} has a loss of {0.numbers[loss]:.2g} (relative L2 of output {0.names[0]}), "
     "limit {0.numbers[limit]:g}",
     Kind.WRONG_ON_DATA: _about_data,

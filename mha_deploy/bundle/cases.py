@@ -20,7 +20,7 @@ import numpy as np
 from mha_deploy.bundle.folder import Bundle
 from mha_deploy.bundle.manifest import GoldenEntry, Source
 from mha_deploy.errors import BundleError, DeployError, ExportError
-from mha_deploy.files import LARGEST_TEXT, open_regular, refuse_duplicates
+from mha_deploy.files import LARGEST_TEXT, hint_for_missing, open_regular, refuse_duplicates
 from mha_deploy.model.precision import PRECISIONS, Precision
 from mha_deploy.model.spec import (
     CACHE_TENSORS,
@@ -53,9 +53,8 @@ def read_npz(path: Path, check_names: Callable[[list[str]], None] = lambda names
                     raise ValueError(f"{name} is not an array")
             return arrays
     except FileNotFoundError as error:
-        raise DeployError(
-            "There is no such .npz file.", got=path, hint="the path of a file that exists"
-        ) from error
+        hint = hint_for_missing(path, "the path of a file that exists")
+        raise DeployError("There is no such .npz file.", got=path, hint=hint) from error
     except DeployError:
         raise
     except Exception as error:  # NumPy, zipfile and the decompressors raise types that share no base

@@ -20,14 +20,13 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
 
 import msgspec
 
 from mha_deploy.bundle.manifest import FileEntry, Manifest
 from mha_deploy.errors import BundleError, DeployError, write_remedy
-from mha_deploy.files import check_name, check_plain, open_regular, read_json
+from mha_deploy.files import check_name, check_plain, hint_for_missing, open_regular, read_json
 from mha_deploy.model.catalog import catalog_names
 from mha_deploy.output import commit_folder, put_file, refuse_occupied, temporary_folder
 
@@ -99,13 +98,6 @@ class Bundle:
             raise BundleError(problem, got=self.path / LEDGER, hint=hint)
 
 
-def _bundles_in(folder: Path) -> list[str]:
-    """The names of the bundles in a folder."""
-    with suppress(OSError):
-        return [each.name for each in folder.iterdir() if (each / MANIFEST).is_file()]
-    return []
-
-
 def open_bundle(path: Path, *, verify: bool = True) -> Bundle:
     """Read a bundle, and by default check the hash of every file."""
     manifest_path = path / MANIFEST
@@ -117,8 +109,8 @@ def open_bundle(path: Path, *, verify: bool = True) -> Bundle:
             hint = "a folder made by mha-deploy export MODEL -o FOLDER"
         elif str(path) in catalog_names():
             hint = f"the folder of a bundle; {path} is a model: mha-deploy deploy {path} makes one of it"
-        elif close := get_close_matches(path.name, _bundles_in(path.parent), n=1):
-            hint = f"did you mean {path.with_name(close[0])}? Or {hint}"
+        else:
+            hint = hint_for_missing(path, hint, lambda each: (each / MANIFEST).is_file())
         raise BundleError("There is no bundle here.", got=path, hint=hint) from error
     except (OSError, ValueError, msgspec.DecodeError, RecursionError) as error:
         raise BundleError(

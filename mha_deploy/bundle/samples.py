@@ -15,7 +15,7 @@ import numpy as np
 
 from mha_deploy.bundle.cases import numbers_in, read_npz
 from mha_deploy.errors import DeployError, text_of_error
-from mha_deploy.files import LARGEST_TEXT, check_name, open_regular, refuse_duplicates
+from mha_deploy.files import LARGEST_TEXT, open_regular, refuse_duplicates, refuse_missing_data
 from mha_deploy.model.catalog import functions_in
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import ModelSpec, TensorSpec, size_of
@@ -61,7 +61,7 @@ class _Stored:
 
 def read_samples(source: Path, spec: ModelSpec) -> Iterator[Sample]:
     """The samples of a file or a folder, in the order of their names; see docs/bring-your-own.md."""
-    check_name(str(source))
+    refuse_missing_data(source, _HINT)
     if source.is_dir():
         whole = any((source / f"{tensor.name}.npy").is_file() for tensor in spec.inputs)
         found = _in_folder(source, spec)

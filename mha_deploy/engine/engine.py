@@ -25,7 +25,7 @@ from mha_deploy.bundle.manifest import Manifest
 from mha_deploy.engine.plugins import load_needed, other_builds, why_missing
 from mha_deploy.environment import RUNTIMES, gpus, installed_version
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError, SpecError
-from mha_deploy.files import PathPart, check_plain, open_regular, read_json, read_regular
+from mha_deploy.files import PathPart, check_plain, hint_for_missing, open_regular, read_json, read_regular
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.rules import LEAST_FP8, is_rtx_gpu
 from mha_deploy.model.spec import Axis, ModelSpec
@@ -416,7 +416,9 @@ def open_engine(path: Path) -> Engine:
     beside = manifest_path(path)
     if not beside.exists() and not (path.is_file() and partial_files(beside)):
         problem = "There is no engine with a manifest here."
-        raise BundleError(problem, got=path, hint=build_command(_place_of_bundle(path)))
+        hint = build_command(_place_of_bundle(path))
+        hint = hint if path.exists() else hint_for_missing(path, hint, lambda each: each.suffix == ".engine")
+        raise BundleError(problem, got=path, hint=hint)
     if not path.is_file():
         raise BundleError("The engine file is missing, but its manifest exists.", got=path, hint="rebuild it")
     plan = read_regular(path, _LARGEST_PLAN)
@@ -817,7 +819,7 @@ def _beginning(path: Path) -> bytes:
         with open_regular(path) as file:
             return bytes(file.read(8))
     except OSError as error:
-        hint = "the path of a plan, as `trtexec --saveEngine` writes it"
+        hint = hint_for_missing(path, "the path of a plan, as `trtexec --saveEngine` writes it")
         raise DeployError("The engine file cannot be read.", got=error, hint=hint) from error
 
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from mha_deploy.bundle.folder import MANIFEST, Bundle, open_bundle
 from mha_deploy.errors import DeployError, ExportError, needed
-from mha_deploy.files import open_regular
+from mha_deploy.files import open_regular, refuse_missing_data
+from mha_deploy.model.catalog import is_factory
 from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import EIGHT_BITS, find_precision
 from mha_deploy.model.source import Model, find_model
@@ -193,6 +194,9 @@ def refuse_export(model: Model, out: Path, options: ExportOptions, inputs: Mappi
     refuse_occupied(Path(os.path.realpath(out)), overwrite=options.overwrite)
     _refuse_unused(model, options, inputs)
     if options.precision in EIGHT_BITS:
+        data = options.data
+        if isinstance(data, str | Path) and str(data).strip() and not is_factory(str(data)):
+            refuse_missing_data(Path(data), "a file or folder of samples, or file.py:samples")
         return
     if options.precision != AUTO:
         find_precision(options.precision)

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import onnx_ir as ir
 from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto, TypeProto
 
 from mha_deploy.errors import DeployError, write_remedy
-from mha_deploy.files import read_regular
+from mha_deploy.files import hint_for_missing, read_regular
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.ir import HOLD_TENSORS, graphs_of, infer_shapes, nodes_in
 from mha_deploy.graph.roles import ORT_DOMAIN
@@ -424,9 +423,7 @@ def load_graph(path: Path, *, files: Collection[str] | None = None) -> ir.Model:
     try:
         proto = onnx.ModelProto.FromString(read_regular(path, LARGEST_FILE))
     except FileNotFoundError as error:
-        hint = "the path of a file that exists"
-        if near := get_close_matches(path.name, [each.name for each in path.parent.glob("*.onnx")], n=1):
-            hint = f"did you mean {path.with_name(near[0])}? Or {hint}"
+        hint = hint_for_missing(path, "the path of a file that exists", lambda each: each.suffix == ".onnx")
         raise DeployError("There is no such ONNX file.", got=path, hint=hint) from error
     except Exception as error:  # protobuf raises its own types, which differ between implementations
         raise DeployError(

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from mha_deploy.errors import DeployError, SpecError
-from mha_deploy.files import open_regular, read_json
+from mha_deploy.files import hint_for_missing, open_regular, read_json
 from mha_deploy.model.catalog import how_to_download
 from mha_deploy.model.layer import AttentionSpec, Rope
 from mha_deploy.model.spec import Axis
@@ -224,13 +222,6 @@ _INTERLEAVED = ("gptj", "cohere", "glm", "ernie4_5", "helium")
 _LONGEST = 2048  # of the default axes; --axis raises it
 
 
-def _checkpoints_in(folder: Path) -> list[str]:
-    """The names of the checkpoints in a folder."""
-    with suppress(OSError):
-        return [each.name for each in folder.iterdir() if (each / CONFIG).is_file()]
-    return []
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the `config.json` of a checkpoint."""
     if folder.is_file():
@@ -241,9 +232,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         hint = "the folder that save_pretrained() wrote, or a snapshot of a repository"
         if not folder.exists():
-            hint = how_to_download(folder.as_posix())
-            near = get_close_matches(folder.name, _checkpoints_in(folder.parent), n=1)
-            hint = f"did you mean {folder.with_name(near[0])}? Or {hint}" if near else hint
+            download = how_to_download(folder.as_posix())
+            hint = hint_for_missing(folder, download, lambda each: (each / CONFIG).is_file())
         raise SpecError("There is no config.json here.", got=folder, hint=hint) from error
     except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         got, hint = f"{folder / CONFIG}: {error}", "the config.json that save_pretrained() wrote"

@@ -14,7 +14,7 @@ from msgspec import Struct, structs
 from mha_deploy.bundle.folder import MANIFEST, Bundle, open_bundle
 from mha_deploy.engine.engine import Engine, engines_of, open_engine
 from mha_deploy.errors import BundleError, DeployError, nearest
-from mha_deploy.files import as_plain, read_json
+from mha_deploy.files import as_plain, hint_for_missing, read_json
 from mha_deploy.judge import ParityReport
 from mha_deploy.model.precision import EIGHT_BITS
 from mha_deploy.model.spec import Axis
@@ -134,7 +134,7 @@ def read_side(source: Any) -> Side:
     except FileNotFoundError as failure:
         is_unwritten = path.name == REPORT_FILE and (path.parent / MANIFEST).is_file()
         hint = f"mha-deploy validate {path.parent} writes it, in Python the report's save()"
-        hint = hint if is_unwritten else _ACCEPTED
+        hint = hint if is_unwritten else hint_for_missing(path, _ACCEPTED)
         raise DeployError("There is no such file.", got=path, hint=hint) from failure
     except (OSError, ValueError, msgspec.DecodeError, RecursionError) as failure:
         raise DeployError("This cannot be compared.", got=f"{path}: {failure}", hint=_ACCEPTED) from failure

@@ -685,7 +685,8 @@ class ServerRunner(Runner):
         except ServerError as error:
             if error.kind != UNREACHABLE and not error.refused:
                 raise
-            got = f"{self.url.scheme}://{self.url.address} {self.model}: {error.in_one_line}"
+            why = error.got if error.what == what and error.got else error.in_one_line
+            got = f"{self.url.scheme}://{self.url.address} {self.model}: {why}"
             raise BackendUnavailable(what, got=got, hint=self._ready_models() or _START) from error
 
     def _ready_models(self) -> str:

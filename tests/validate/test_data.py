@@ -485,6 +485,17 @@ def test_a_broken_file_is_refused(content, ending, tmp_path, spec):
     assert caught.value.hint
 
 
+def test_a_missing_file_is_refused_with_the_one_that_was_meant_before_any_work(tmp_path, spec):
+    np.savez(tmp_path / "val.npz", x=X)
+    wrong = tmp_path / "vall.npz"
+    with pytest.raises(DeployError) as caught:
+        read_samples(wrong, spec)
+    assert str(tmp_path / "val.npz") in caught.value.hint
+    with pytest.raises(DeployError) as caught:
+        md.export("tiny-gqa", tmp_path / "bundle", precision="int8", data=wrong)
+    assert (caught.value.got, str(tmp_path / "val.npz") in caught.value.hint) == (str(wrong), True)
+
+
 def test_nothing_is_unpickled_and_missing_files_and_empty_folders_are_refused(tmp_path, spec):
     np.save(tmp_path / "x.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     (tmp_path / "empty").mkdir()
