@@ -445,10 +445,13 @@ def verdict_renderable(report: Data) -> Text:
     return head(report["verdict"]["outcome"], report["verdict"]["headline"])
 
 
-def report_renderable(report: Data, *, verbose: bool = False, headed: bool = True) -> RenderableType:
+def report_renderable(
+    report: Data, *, verbose: bool = False, headed: bool = True, folder: Path | None = None
+) -> RenderableType:
     """A report from its data: the verdict, what failed, then the evidence; what passed in a line each.
 
-    With `verbose`, every table. Not `headed`: without the verdict, which stands elsewhere.
+    With `verbose`, every table. Not `headed`: without the verdict, which stands elsewhere. `folder` is that
+    of the report, if it is saved.
     """
     model = f"{report['model']['name']} {tables.types_of(report)}"
     verdict = report["verdict"]
@@ -468,14 +471,17 @@ def report_renderable(report: Data, *, verbose: bool = False, headed: bool = Tru
     if report["latency"]:
         blocks.append(latency_renderable(report["latency"]["points"], kernels=verbose))
     blocks += [render(tables.serving_table(report["serving"]))] if report["serving"] else []
-    if report["loss"] and (verbose or headed):
+    if report["loss"] and (verbose or (headed and not report["subjects"])):  # else of another file
         blocks += (
             loss_renderables(report["loss"])
             if verbose
             else [render(tables.loss_table(report["loss"]), title=True)]
         )
     if report["data"]:
-        blocks += [render(tables.data_table(report["data"])), render(tables.worst_table(report["data"]))]
+        blocks += [
+            render(tables.data_table(report["data"])),
+            render(tables.worst_table(report["data"], folder)),
+        ]
     engines = {each["place"].get("engine") for each in verdict["findings"]}  # their findings say why
     notes = [Text(f"note: {each}", style="dim") for each in tables.shown_notes(report, without=engines)]
     return Group(*blocks, *(line for lines in findings.values() for line in lines), *notes)

@@ -543,7 +543,7 @@ def validate(
     data, save = result.to_dict(), partial(result.save, folder, overwrite=overwrite) if report else None
     return Result(
         data,
-        lambda: [tables.report_renderable(data, verbose=is_verbose())],
+        lambda: [tables.report_renderable(data, verbose=is_verbose(), folder=folder if report else None)],
         outcome=result.outcome,
         save=save,
         verdict=tables.verdict_renderable(data),

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -557,13 +558,15 @@ def data_table(found: Data) -> Table:
     return table(f"Your data: {found['source']}", headings, groups=groups)
 
 
-def worst_table(found: Data) -> Table:
-    """The samples that came nearest to their budgets, with the files that replay them."""
+def worst_table(found: Data, folder: Path | None = None) -> Table:
+    """The samples that came nearest to their budgets, with the files that replay them, by their folder."""
+    beside = folder or Path()
     rows: list[RawRow] = []
     for each in found["runtimes"]:
         for one in each["worst"]:
             share = share_cell(one["share"], failed=one["outcome"] == Outcome.FAILED)
-            rows.append((each["runtime"], one["sample"], outcome_cell(one["outcome"]), share, one["file"]))
+            file, outcome = str(beside / one["file"]), outcome_cell(one["outcome"])
+            rows.append((each["runtime"], one["sample"], outcome, share, file))
     headings = ("runtime", "sample", "verdict", "#budget used", "replay with --data")
     return table("Worst samples", headings, rows)
 

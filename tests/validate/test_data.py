@@ -3,6 +3,7 @@
 import json
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +20,7 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.samples import as_taken, read_samples, samples_from
 from mha_deploy.errors import DeployError
 from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.report.table import worst_table
 from mha_deploy.runtime.user_data import open_samples
 from mha_deploy.status import Kind
 from mha_deploy.text import distinct_figures
@@ -119,6 +121,7 @@ def test_the_accuracy_of_a_trained_model_is_reported_beside_the_original(trained
     error = logits["error"]
     assert 0 < error["p50"] <= error["p90"] <= error["p99"] <= error["max"]
     assert len(runtime["worst"]) == 4
+    assert str(Path("some", runtime["worst"][0]["file"])) in repr(worst_table(found, Path("some")))
     again = md.validate(bundle, data=tmp_path / runtime["worst"][0]["file"], **QUICK)
     (replayed,) = again.record.data.runtimes
     assert replayed.share.max == pytest.approx(runtime["worst"][0]["share"])
