@@ -80,6 +80,8 @@ class AttentionNode:
     quantizes_output: bool = False
     # Whether nodes of the graph compute the numbers of the mask
     computes_mask: bool = dataclass_field(default=False, metadata={"stored": False})
+    # How many of Q, K and V are FP16 or BF16, upcast to FP32
+    upcasts: int = dataclass_field(default=0, metadata={"stored": False})
 
     @property
     def kind(self) -> str | None:
@@ -116,6 +118,11 @@ class AttentionNode:
     def has_window(self) -> bool:
         """Whether a query attends only to a window of keys."""
         return self.left_window >= 0 or self.right_window >= 0
+
+    @property
+    def mixes_upcasts(self) -> bool:
+        """Whether something in half precision is upcast for it, beside what is FP32: a mask counts, too."""
+        return self.upcasts > 0 and (self.upcasts < 3 or self.mask != "none")
 
     @property
     def mask_may_be_short(self) -> bool:

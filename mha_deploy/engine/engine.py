@@ -530,7 +530,7 @@ def _derived_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None)
     names = sorted({name for kernel in kernels for name in kernel.onnx_nodes})
     groups = verdicts.group_by_attention(names, {node.node: None for node in claimed.nodes})
     # Some of its nodes may be wider because the graph asks for it.
-    written = None if graph is None else _written(graph, names)
+    written = None if graph is None else _written(graph, kernels, names)
     shown = {
         (each.node, each.profile): each
         for each in verdicts.fusion_verdict(kernels, groups, profiles=len(manifest.profiles), written=written)
@@ -564,14 +564,19 @@ def _derived_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None)
     return msgspec.structs.replace(claimed, nodes=tuple(map(derived, claimed.nodes)), precision=precision)
 
 
-def _written(graph: ir.Model, names: Sequence[str]) -> verdicts.Written:
-    """What the graph states of its nodes, without attentions that were lowered to others, and their parts."""
+def _written(graph: ir.Model, kernels: Sequence[Kernel], names: Sequence[str]) -> verdicts.Written:
+    """What the graph states of its nodes, without parts of attentions that were lowered to others.
+
+    What multiplies in their place has the types of the attention.
+    """
     types = verdicts.written_types(graph)
     attentions = [name for name, node in types.items() if node.is_attention]
     in_plan, parts = (verdicts.group_by_attention(each, attentions) for each in (names, list(types)))
-    lowered = (name for name in attentions if in_plan[name] and name not in names)
+    lowered = [name for name in attentions if in_plan[name] and name not in names]
     gone = {part for name in lowered for part in parts[name]} - set(names)
-    return {name: node for name, node in types.items() if name not in gone}
+    multiplying = {name for kernel in kernels if kernel.is_heavy for name in kernel.onnx_nodes} - set(types)
+    found = {name: node for name, node in types.items() if name not in gone}
+    return found | {part: types[name] for name in lowered for part in multiplying.intersection(in_plan[name])}
 
 
 def _without_claims(verdict: EngineVerdict, reason: EngineReason) -> EngineVerdict:

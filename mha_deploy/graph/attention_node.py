@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import AttentionNode
-from mha_deploy.graph.ir import Dim, dim, dims, input_at, is_op, made_by, node_name, output_at, rank
-from mha_deploy.graph.roles import MOVES
+from mha_deploy.graph.ir import HALVES, Dim, dim, dims, input_at, is_op, made_by, node_name, output_at, rank
+from mha_deploy.graph.roles import CARRIES, MOVES
 
 # -- The attributes and inputs of one ONNX `Attention` node, read into a record --------------------
 
@@ -74,6 +74,7 @@ def read_attention(node: ir.Node, *, opset: int | None = None, graph: str = "") 
         quantizes_weights=quantized is not None and quantized.matmul is not None,
         quantizes_output=_is_quantized(heads_of(node)),
         computes_mask=_is_computed(mask),
+        upcasts=sum(upcast_of(input_at(node, at)) is not None for at in (Q, K, V)),
     )
 
 
@@ -180,6 +181,15 @@ def _is_computed(mask: ir.Value | None) -> bool:
             return not is_op(node, "Constant")
         mask = node.inputs[0]
     return False
+
+
+def upcast_of(value: ir.Value | None) -> ir.Node | None:
+    """The Cast from FP16 or BF16 to FP32 whose numbers a value has, perhaps elsewhere; None for another."""
+    while (node := made_by(value, *CARRIES)) is not None:
+        value = input_at(node, 0)
+    cast = made_by(value, "Cast")
+    types = [None if each is None else each.dtype for each in (input_at(cast, 0), value)]
+    return cast if types[0] in HALVES and types[1] == ir.DataType.FLOAT else None
 
 
 def _mask_kind(mask: ir.Value | None) -> str:

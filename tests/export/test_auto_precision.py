@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import mha_deploy as md
+from mha_deploy.engine.engine import open_engine
 
 E, H = 32, 4
 LOWEST = torch.finfo(torch.float32).min
@@ -77,9 +78,11 @@ def keeps(shape, generator=None):
     return torch.arange(shape[1]) < lengths[torch.arange(shape[0]) % 3]
 
 
-def exported(name, folder, **options):
+def exported(name, folder, scale=1.0, **options):
     torch.manual_seed(0)
     module = Masked(MASKS[name])
+    with torch.no_grad():
+        module.q.weight *= scale
     inputs = {
         "x": md.Example(torch.randn(3, 8, E), "B", "S"),
         "keep": md.Example(keeps((3, 8)), "B", "S", draw=keeps),
@@ -137,3 +140,19 @@ def test_the_weights_of_a_bundle_are_those_of_its_graph(tmp_path):
     arrays = [numpy_helper.to_array(each) for each in onnx.load(bundle.model_path).graph.initializer]
     assert {each.dtype.name for each in arrays if each.ndim == 2} == {"float16", "float32"}
     assert bundle.manifest.spec.weight_bytes == sum(each.nbytes for each in arrays)
+
+
+# -- Scores beyond FP16 ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def large_scores(tmp_path_factory):
+    """An attention that is FP32, its mask included, between projections in FP16."""
+    return exported("fill -1e9", tmp_path_factory.mktemp("large") / "bundle", 2e3, golden=["opt"])[1]
+
+
+def test_an_engine_of_attention_in_fp32_is_opened_with_its_verdict(large_scores):
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+    engine = md.build_engine(large_scores, targets="8.9", allow_decomposed=True)
+    assert engine.manifest.verdict.precision.has_requested_types
+    assert open_engine(engine.path).manifest.verdict == engine.manifest.verdict

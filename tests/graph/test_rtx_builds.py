@@ -7,6 +7,7 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 from attention_models import attention
+from rtx_engines import build_rtx
 from rtx_probe import Refused, Shapes, build
 
 from mha_deploy.graph.attention_node import attention_nodes
@@ -109,3 +110,24 @@ def test_rules_foretell_what_the_builder_does(dims: tuple[Any, ...], features: d
     except Refused:
         fused = False
     assert fused == answer.fused
+
+
+UPCAST: list[tuple[str, dict[str, Any]]] = [("q", {}), ("kv", {}), ("qkv", {"mask": ("fp32", ("S", "T"))})]
+"""What the builder crashes at or refuses, were it not lowered."""
+
+
+@pytest.mark.parametrize(("upcast", "features"), UPCAST)
+def test_attention_in_fp32_builds_where_an_operand_is_upcast(upcast: str, features: dict[str, Any]) -> None:
+    model = attention(Q, CROSS, dtype="fp32", **features)
+    for value in [value for value in model.graph.inputs if value.name in upcast]:
+        cast = ir.node("Cast", [value], {"to": int(ir.DataType.FLOAT)})
+        value.replace_all_uses_with(cast.outputs[0])
+        cast.replace_input_with(0, value)
+        value.type = ir.TensorType(ir.DataType.FLOAT16)
+        cast.outputs[0].type, cast.outputs[0].shape = ir.TensorType(ir.DataType.FLOAT), value.shape
+        model.graph.insert_before(model.graph[0], cast)
+    options = {"profiles": [profile(model)], "targets": "89", "allow_decomposed": True}
+    answer = judge(attention_nodes(model), RTX)[0]
+    assert not answer.supported
+    assert answer.supported_after_lowering
+    assert build_rtx(lower(model, "trt"), **options).kernels["log"]

@@ -84,7 +84,7 @@ DIALECTS = {
         options=to_trt.TrtOptions,
         operators=to_trt.operator_rules,
         quantized=to_trt.quantized_to_trt,
-        finish=to_trt.keep_wide_matmuls,
+        finish=to_trt.keep_fp32,
     ),
     "primitives": Dialect(
         rule=to_primitives.lower_to_primitives,

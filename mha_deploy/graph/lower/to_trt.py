@@ -13,14 +13,22 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT, QuantizedAttention, Y
+from mha_deploy.graph.attention_node import (
+    PRESENT_KEY,
+    PRESENT_VALUE,
+    QK_OUTPUT,
+    QuantizedAttention,
+    Y,
+    is_attention,
+    read_attention,
+    upcast_of,
+)
 from mha_deploy.graph.ir import (
     SCORES_SUFFIX,
     NodeBuilder,
     constant,
     input_at,
     is_op,
-    made_by,
     node_name,
     prefix_within,
     prefixes_in,
@@ -35,9 +43,7 @@ from mha_deploy.graph.lower.to_primitives import (
     lower_to_primitives,
     quantized_to_primitives,
 )
-from mha_deploy.graph.roles import CARRIES, MATMULS
-
-_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+from mha_deploy.graph.roles import MATMULS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,23 +142,25 @@ def _rebuild(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> Output
     return outputs
 
 
-def keep_wide_matmuls(model: ir.Model, options: TrtOptions) -> bool:
-    """Let the matmuls that the graph keeps in FP32 stay in FP32; whether that changed the model.
+def keep_fp32(model: ir.Model, options: TrtOptions) -> bool:
+    """Let what the graph computes in FP32 from upcast operands stay in FP32; whether that changed the model.
 
     TensorRT-RTX 1.7 multiplies in FP16 what it finds between two Casts, and rounds the weights, too: one
     beyond FP16 becomes infinite. It keeps a matmul that reads the result of arithmetic. So -0.0 is added to
-    what was upcast: it changes no number, and is part of the kernel of the Cast.
+    what was upcast: it changes no number, and is part of the kernel of the Cast. It also moves a Cast behind
+    one operand of an attention into it, and crashes where another is FP32.
     """
     taken, changed = prefixes_in(model), False
-    for node in [each for each in model.graph.all_nodes() if is_op(each, *MATMULS)]:
-        operands = node.inputs if node.op_type == "Einsum" else node.inputs[:2]
-        computed = [value for value in operands if constant(value) is None]
-        casts = [_upcast(value) for value in computed]
-        if None in casts or node.graph is None:
+    for node in [each for each in model.graph.all_nodes() if is_op(each, *MATMULS) or is_attention(each)]:
+        operands = node.inputs if node.op_type == "Einsum" else node.inputs[: 3 if is_attention(node) else 2]
+        casts = {value: upcast_of(value) for value in operands if constant(value) is None}
+        is_narrowed = read_attention(node).mixes_upcasts if is_attention(node) else None not in casts.values()
+        if not is_narrowed or node.graph is None:
             continue
         b = NodeBuilder(prefix_within(f"{node_name(node)}_in_fp32", taken))
-        for value, cast in dict(zip(computed, casts, strict=True)).items():
-            if value is None or constant(input_at(cast, 0)) is not None:  # a weight in FP16 was upcast
+        for value, cast in casts.items():
+            # A weight in FP16 that was upcast stays as it is.
+            if value is None or cast is None or constant(input_at(cast, 0)) is not None:
                 continue
             kept = b.op("Add", value, b.constant(-0.0, ir.DataType.FLOAT), name="kept")
             kept.dtype, kept.shape = ir.DataType.FLOAT, value.shape
@@ -162,12 +170,3 @@ def keep_wide_matmuls(model: ir.Model, options: TrtOptions) -> bool:
         node.graph.insert_before(node, b.nodes)
         changed = changed or bool(b.nodes)
     return changed
-
-
-def _upcast(value: ir.Value | None) -> ir.Node | None:
-    """The Cast from FP16 or BF16 to FP32 whose numbers a value has, perhaps elsewhere; None for another."""
-    while (node := made_by(value, *CARRIES)) is not None:
-        value = input_at(node, 0)
-    cast = made_by(value, "Cast")
-    types = [None if each is None else each.dtype for each in (input_at(cast, 0), value)]
-    return cast if types[0] in _HALVES and types[1] == ir.DataType.FLOAT else None

@@ -731,7 +731,7 @@ def _is_written(kernel: Kernel, role: str, dtype: str, written: Written) -> bool
 def _narrowed(kernel: Kernel, written: Written) -> list[Offender]:
     """The factors in FP16 or BF16 of a matmul that is FP32 in the graph.
 
-    TensorRT-RTX 1.7.1 narrows a matmul between two Casts, unless it was lowered for it (`keep_wide_matmuls`).
+    TensorRT-RTX 1.7.1 narrows a matmul between two Casts, unless it was lowered for it (`keep_fp32`).
     What a kernel adds to the result may be narrow: then it reads two wide factors as well. Attention is left
     out: its kernels accumulate in FP32 inside.
     """
