@@ -53,6 +53,21 @@ SENTINEL_FROM = 1e30
 """No activation of a float32 model is this large: such a number is a mask value or the absence of a bound."""
 
 
+_FRACTION_BITS = {"bf16": 7, "fp16": 10, "fp32": 23}
+_COARSE_STEP = 16.0  # half of it, which rounding may cost, is a factor of 3,000 between two weights
+
+
+def step_at(size: float, precision: str) -> float:
+    """The distance between neighboring numbers of a precision at a magnitude."""
+    bits = _FRACTION_BITS.get(precision, _FRACTION_BITS["fp32"])
+    return math.ldexp(1.0, math.frexp(size)[1] - 1 - bits) if size else 0.0
+
+
+def is_coarse(score: float, precision: str) -> bool:
+    """Whether a score is so large that rounding it, and not its value, decides about the softmax."""
+    return step_at(score, precision) >= _COARSE_STEP
+
+
 @dataclass(frozen=True, kw_only=True)
 class ValueRange:
     """The range of one tensor over all cases; NaN and infinities are in none of its numbers.
@@ -118,12 +133,13 @@ class KeptTensor:
 
 @dataclass(frozen=True)
 class Clamped:
-    """A sentinel beyond FP16, and FP16's lowest or highest number that replaces it."""
+    """A sentinel beyond a `precision`, and the lowest or highest number that replaces it there."""
 
     name: str
     found: float
     written: float
     reason: str
+    precision: str = "fp16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +149,7 @@ class PrecisionPlan:
     kept: tuple[KeptNode, ...]  # in the order of the graph
     inputs: tuple[KeptTensor, ...]  # graph inputs that stay in float32
     outputs: tuple[KeptTensor, ...]  # graph outputs that stay in float32
-    clamped: tuple[Clamped, ...]  # sentinels that are written as FP16's lowest or highest number
+    clamped: tuple[Clamped, ...]  # sentinels that are read in a type which cannot hold them
     nodes: int  # how many nodes of the graph compute with float32 numbers
     attentions: int  # how many of them are `Attention`
     margin: float  # how far below FP16's largest number everything else was
@@ -162,7 +178,7 @@ class PrecisionPlan:
             *(f"input {each.name} stays fp32: {each.reason}" for each in self.inputs),
             *(f"output {each.name} stays fp32: {each.reason}" for each in self.outputs),
             *(
-                f"{each.found:.6g} of {each.name} is beyond FP16, and is written as FP16's "
+                f"{each.found:.6g} of {each.name} is beyond {each.precision.upper()}, and is written as its "
                 f"{'lowest' if each.written < 0 else 'highest'} number, {each.written:.6g}: {each.reason}"
                 for each in self.clamped
             ),
@@ -650,17 +666,17 @@ class Planner:
         float32_inputs = {each.name for each in inputs}
         between = KeptReason("between", None, "between nodes in FP32, where FP16 would only add Casts")
         self._kept |= dict.fromkeys(enclosed_nodes(self._graph, set(self._kept), float32_inputs), between)
-        kept = [
-            (node, wide if is_attention(node) and self._kept[node].kind != "rounding" else "fp32")
-            for node in nodes
-            if node in self._kept
-        ]
+        types = dict.fromkeys(nodes, "fp16")
+        for node in (node for node in nodes if node in self._kept):
+            types[node] = wide if is_attention(node) and self._kept[node].kind != "rounding" else "fp32"
+        kept = [node for node in nodes if node in self._kept]
         results = [value for value in dict.fromkeys(self._graph.outputs) if value.producer() is not None]
+        outputs = tuple(self._tensors(results))
         return PrecisionPlan(
-            kept=tuple(KeptNode(str(n.name), n.op_type, to, *self._kept[n]) for n, to in kept),
+            kept=tuple(KeptNode(str(n.name), n.op_type, types[n], *self._kept[n]) for n in kept),
             inputs=inputs,
-            outputs=tuple(self._tensors(results)),
-            clamped=tuple(self._clamped(float32_inputs)),
+            outputs=outputs,
+            clamped=tuple(self._clamped(types, {each.name for each in (*inputs, *outputs)})),
             nodes=len(nodes),
             attentions=sum(is_attention(node) for node in nodes),
             margin=self._margin,
@@ -712,21 +728,33 @@ class Planner:
         is_low = value in self._masks and measured.largest > FP16_MAX
         return measured.sentinel or (-measured.largest if is_low else 0.0)
 
-    def _clamped(self, float32_inputs: set[str]) -> Iterator[Clamped]:
-        """Constants that nodes in FP16 read, and float32 values with sentinels that they read."""
-        constants = [value for value in self._graph.initializers.values() if value.dtype == FLOAT]
-        found = [each for each in constants if any(use.node not in self._kept for use in each.uses())]
+    def _clamped(self, types: Mapping[ir.Node, str], float32_ends: set[str]) -> Iterator[Clamped]:
+        """The sentinels that something reads in a type which cannot hold them."""
+        found = [value for value in self._graph.initializers.values() if value.dtype == FLOAT]
         for node in self._graph:
             if node in self._kept or node.op_type == "ConstantOfShape":
                 found += [value for _, value in float_outputs(node)]
-        found += [value for value in self._graph.inputs if value.name in float32_inputs]
+        found += [value for value in self._graph.inputs if value.name in float32_ends]
         for value in found:
-            if number := self._sentinel(value):
-                # Mask numbers that absorb any score are one number after `fuse`.
-                own = value.meta.get(MODEL_NUMBER) or number
-                is_mask = value in self._masks
-                reason = "a mask value, which hides keys as before" if is_mask else "it means no bound"
-                yield Clamped(str(value.name), own, math.copysign(FP16_MAX, number), reason)
+            if not (number := self._sentinel(value)):
+                continue
+            # A new constant is written in the type of its node; what else is kept is cast for its readers.
+            users = [use.node for use in value.uses() if not is_op(use.node, *TYPE_BLIND)]
+            written = {types[node] for node in users if node in types}
+            maker = value.producer()
+            if maker is not None and types.get(maker) == "fp16":
+                written.add("fp16")
+            if value.is_graph_output() and value.name not in float32_ends:
+                written.add("fp16")
+            # Mask numbers that absorb any score are one number after `fuse`.
+            own = value.meta.get(MODEL_NUMBER) or number
+            reason = (
+                "a mask value, which hides keys as before" if value in self._masks else "it means no bound"
+            )
+            for precision in sorted(written - {"fp32"}):
+                most = FP16_MAX if precision == "fp16" else float(BF16.max)
+                if abs(number) > most:
+                    yield Clamped(str(value.name), own, math.copysign(most, number), reason, precision)
 
     def _reasons(self, node: ir.Node) -> Iterator[KeptReason]:
         """Why a node cannot be written in FP16, by the numbers around and inside it; the first one counts."""

@@ -154,7 +154,10 @@ def _fp16_range(found: Data) -> list[Part]:
             alike.sort(key=lambda node: float("inf") if node["headroom"] is None else node["headroom"])
         if words := _range_words(alike[0]):
             reasons.append((summarize_names([node["node"] for node in alike]), f": {words}"))
-    return [*_checks(tables.range_table(found["nodes"])), ("reasons", reasons)]
+    why: list[Part] = []
+    if (own := found["precision"]) != "fp16":
+        why = [("text", f"Whether the numbers would fit into FP16, and whether {own} resolves the scores.")]
+    return [*why, *_checks(tables.range_table(found["nodes"])), ("reasons", reasons)]
 
 
 def _range_kinds(node: Data) -> tuple[object, ...]:

@@ -18,7 +18,15 @@ from mha_deploy.errors import DeployError
 from mha_deploy.graph import attention_node
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.ir import constant, is_op
-from mha_deploy.graph.mixed_precision import FP16_MAX, Read, matmul_blocks, queries_and_keys, read_values
+from mha_deploy.graph.mixed_precision import (
+    FP16_MAX,
+    Read,
+    is_coarse,
+    matmul_blocks,
+    queries_and_keys,
+    read_values,
+    step_at,
+)
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.runtime import available_cpu_backend, run_cases
 from mha_deploy.status import Word, means
@@ -110,6 +118,7 @@ class Meter:
         # A Cast may have made -inf of a constant before it reaches the mask.
         lowest = lowest_constant(self.inputs.get("mask"))
         self._mask_numbers = [lowest] if lowest is not None and lowest <= _SURELY_A_SENTINEL else []
+        self.writes_sentinel = bool(self._mask_numbers)  # an export in FP16 would write another number
 
     def see(self, case: str, read: Read) -> None:
         """Measure one case, by what reads the inputs of the attention."""
@@ -240,6 +249,7 @@ class RangeKind(Word):
     TENSOR = "tensor"
     MATMUL = "matmul"
     SCORE = "score"
+    SCORE_STEPS = "score steps"  # of the precision that the attention has, whichever it is
     EXPONENT = "exponent"
     SOFTMAX_SUM = "softmax sum"
     # The number that hides keys
@@ -257,12 +267,14 @@ _LAST_COUNT = 2048  # in FP16, 2048 + 1 is 2048
 _LARGEST_EXPONENT = math.log(FP16_MAX)
 _FADED = 25 * math.log(2.0)  # a weight of 2^-25 is half of FP16's smallest number, and rounds to 0
 
-_BF16 = {
+_BY_RANGE = {
     "fp16": "export with --precision bf16, which has the range of FP32",
     "bf16": "stay with bf16, which has the range of FP32",
     "fp32": "for a half precision take --precision bf16, which has the range of FP32",
 }
 _FP32_ISLAND = "keep the scores and the softmax in FP32, with Casts around them"
+_EXACT_SCORES = "export with --precision auto or fp32, which have such an attention in FP32"
+_SMALLER_SCORES = "let the model bound its scores, as by a norm of Q and of K"
 _SUM_IN_FP32 = "take kernels that sum the softmax in FP32"
 _SENTINEL = "hide keys by a boolean mask or -inf, which every lowering knows, or clamp the number to -32768"
 
@@ -287,7 +299,7 @@ class NodeRange(Struct, frozen=True, kw_only=True):
     """The range of one attention."""
 
     node: Annotated[str, means("name of the attention node")]
-    status: Annotated[RangeStatus, means("whether its numbers fit into FP16")]
+    status: Annotated[RangeStatus, means("whether its numbers fit: the worst of its findings")]
     largest_score_raw: Annotated[
         float | None, means("largest |q·k| before the scale; null if nothing was measured")
     ] = None
@@ -366,7 +378,12 @@ def _node_range(meter: Meter, spec: ModelSpec, precision: str) -> NodeRange:
     peaks = [abs(peak.value) for peak in (figures.matmul, figures.score, figures.logit) if peak]
     largest = max(*figures.tensors.values(), *peaks, *(each.largest for each in figures.sums))
     headroom = FP16_MAX / largest if largest else None
-    findings = (*_findings(figures, max_keys, precision), *_about_sentinel(figures))
+    own = node.dtype or precision
+    findings = [*_about_steps(figures, own)]
+    if own == precision:  # what is kept wider is so because FP16 cannot hold it
+        findings += _findings(figures, max_keys, precision)
+        if precision == "fp16" or not meter.writes_sentinel:
+            findings += _about_sentinel(figures, precision)
     return NodeRange(
         node=node.name,
         status=worst_of(finding.status for finding in findings),
@@ -375,7 +392,7 @@ def _node_range(meter: Meter, spec: ModelSpec, precision: str) -> NodeRange:
         largest_softmax_sum=max((each.largest for each in figures.sums), default=None),
         max_keys=max_keys,
         headroom=0.0 if figures.not_finite else headroom,
-        findings=findings,
+        findings=tuple(findings),
         advice=tuple(dict.fromkeys(line for finding in findings for line in finding.advice)),
         figures=figures,
     )
@@ -386,21 +403,22 @@ def _status_of(size: float) -> RangeStatus:
 
 
 def _findings(figures: Figures, max_keys: int, precision: str) -> Iterator[RangeFinding]:
-    bf16 = _BF16[precision]
+    size = abs(figures.score.value) if figures.score else 0.0
+    bf16 = () if is_coarse(size, "bf16") else (_BY_RANGE[precision],)
     for each in figures.not_finite:
-        about: dict[str, Any] = {"kind": RangeKind.NOT_FINITE, "name": each.role, "advice": (bf16,)}
+        about: dict[str, Any] = {"kind": RangeKind.NOT_FINITE, "name": each.role, "advice": bf16}
         what = f"{each.role} ({each.tensor}) in case {each.case}: {each.count:,} values are NaN or infinite"
         yield RangeFinding(status=OVERFLOWS, what=what, numbers={"count": each.count}, **about)
     large: list[tuple[dict[str, Any], str]] = [
         (
-            {"kind": RangeKind.TENSOR, "name": name, "numbers": {"largest": size}, "advice": (bf16,)},
+            {"kind": RangeKind.TENSOR, "name": name, "numbers": {"largest": size}, "advice": bf16},
             f"the largest |{name}|",
         )
         for name, size in figures.tensors.items()
     ]
     if figures.matmul:
         size, folded = abs(figures.matmul.value), abs(figures.matmul.value * figures.scale)
-        about = {"kind": RangeKind.MATMUL, "numbers": {"largest": size}, "advice": (_FP32_ISLAND, bf16)}
+        about = {"kind": RangeKind.MATMUL, "numbers": {"largest": size}, "advice": (_FP32_ISLAND, *bf16)}
         if STATUSES.index(_status_of(folded)) < STATUSES.index(_status_of(size)):
             folding = "fold the scale into the query projection (multiply its weights and bias by it)"
             about["numbers"] = {"largest": size, "folded": folded}
@@ -408,7 +426,7 @@ def _findings(figures: Figures, max_keys: int, precision: str) -> Iterator[Range
         large.append((about, "the largest Q·Kᵀ before the scale"))
     if figures.score and figures.logit:
         size = max(abs(figures.score.value), abs(figures.logit.value))
-        about = {"kind": RangeKind.SCORE, "numbers": {"largest": size}, "advice": (_FP32_ISLAND, bf16)}
+        about = {"kind": RangeKind.SCORE, "numbers": {"largest": size}, "advice": (_FP32_ISLAND, *bf16)}
         large.append((about, "the largest score"))
     does = {OVERFLOWS: ("overflows", "would overflow in"), NEAR: ("is near the limit of",) * 2}
     for about, name in large:
@@ -431,19 +449,34 @@ def _findings(figures: Figures, max_keys: int, precision: str) -> Iterator[Range
         yield RangeFinding(status=status, what=what, advice=(_SUM_IN_FP32,), **about)
 
 
-def _about_sentinel(figures: Figures) -> Iterator[RangeFinding]:
+def _about_steps(figures: Figures, precision: str) -> Iterator[RangeFinding]:
+    """Scores so large that rounding Q, K or themselves decides about the weights."""
+    size = abs(figures.score.value) if figures.score else 0.0
+    if is_coarse(size, precision):
+        step = step_at(size, precision)
+        what = (
+            f"the largest score is {size:,.0f}, where {precision.upper()} has steps of {step:,.0f}: rounding "
+        )
+        about: dict[str, Any] = {"numbers": {"largest": size, "step": step}}
+        about["advice"] = (_EXACT_SCORES, _SMALLER_SCORES)
+        about["what"] = what + "decides which keys a query attends to"
+        yield RangeFinding(status=NEAR, kind=RangeKind.SCORE_STEPS, **about)
+
+
+def _about_sentinel(figures: Figures, precision: str) -> Iterator[RangeFinding]:
     """Judge the number that hides keys, together with the scores it is added to."""
     if figures.sentinel is None:
         return
     low, high = figures.all_scores or (0.0, 0.0)
     size, reach, status, kind = -figures.sentinel, max(-low, high), OVERFLOWS, RangeKind.SENTINEL_INFINITE
     what = f"the mask's {figures.sentinel:,.6g}"
+    is_, adds = ("is", "add") if precision == "fp16" else ("would be", "would add")
     row = f"a fully masked query then gives NaN (the golden cases have {figures.fully_masked:,} of them)"
     if size >= _ROUNDS_TO_INFINITY:
-        what += f" is -inf in FP16: {row}"
+        what += f" {is_} -inf in FP16: {row}"
     elif size + reach >= _ROUNDS_TO_INFINITY:
         kind = RangeKind.SENTINEL_ADDS_UP
-        what += f" and a score of {-reach:,.1f} add up to -inf in FP16: {row}"
+        what += f" and a score of {-reach:,.1f} {adds} up to -inf in FP16: {row}"
     elif size + NEAR_BELOW * reach >= _ROUNDS_TO_INFINITY:
         status, kind = NEAR, RangeKind.SENTINEL_NEAR
         what += f" leaves FP16 room for scores down to {size - _ROUNDS_TO_INFINITY:,.0f} only: {row}"

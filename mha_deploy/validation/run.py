@@ -447,7 +447,7 @@ class _Validator:
         """How near FP16's limit attention comes; None for a module without any attention node."""
         if not self.bundle.manifest.attention or self.subjects:  # which need not compute it in these types
             return None
-        self.on_step("FP16 range")
+        self.on_step("range of attention")
         try:
             return fp16_range(self.bundle, self.golden) if self._ranges is None else self._ranges.result()
         except DeployError as error:  # a crash, or attention in a branch: judged by the model's outputs alone

@@ -34,7 +34,7 @@ from mha_deploy.validation.conformance import ConformanceTable
 from mha_deploy.validation.data import DataRecord
 from mha_deploy.validation.evaluate import Evaluation, LatencyPoint
 from mha_deploy.validation.fault import LAYERS, FaultReport
-from mha_deploy.validation.fp16_range import NodeRange, RangeFinding, RangeReport, RangeStatus
+from mha_deploy.validation.fp16_range import NodeRange, RangeFinding, RangeKind, RangeReport, RangeStatus
 from mha_deploy.validation.records import (
     NOT_SENT,
     EngineRecord,
@@ -747,8 +747,6 @@ def _about_range(ranges: RangeReport | None) -> Iterator[Finding]:
     found = [
         (node, each) for node in ranges.nodes for each in node.findings if each.status is not RangeStatus.OK
     ]
-    # What FP16 could not hold is no trouble for a model in another precision.
-    level = Severity.WARNING if ranges.precision == "fp16" else Severity.NOTE
 
     def same(each: tuple[NodeRange, RangeFinding]) -> tuple[object, ...]:
         """What is the same for all attentions of one line: everything but the numbers."""
@@ -758,8 +756,11 @@ def _about_range(ranges: RangeReport | None) -> Iterator[Finding]:
         if any(each.numbers != alike[0][1].numbers for _, each in alike):
             alike.sort(key=lambda each: math.inf if each[0].headroom is None else each[0].headroom)
         first = alike[0][1]
-        about: dict[str, Any] = {"detail": f"{first.what}; {'; '.join(first.advice)}"}
+        about: dict[str, Any] = {"detail": "; ".join((first.what, *first.advice))}
         about["names"] = tuple(node.node for node, _ in alike)
+        # What FP16 could not hold is no trouble for a model in another precision.
+        is_own = ranges.precision == "fp16" or first.kind is RangeKind.SCORE_STEPS
+        level = Severity.WARNING if is_own else Severity.NOTE
         yield _found(level, Section.RANGE, Kind.FP16_RANGE, **about)
 
 

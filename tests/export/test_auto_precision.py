@@ -151,6 +151,14 @@ def large_scores(tmp_path_factory):
     return exported("fill -1e9", tmp_path_factory.mktemp("large") / "bundle", 2e3, golden=["opt"])[1]
 
 
+def test_what_stays_in_fp32_is_not_clamped_and_has_no_finding_about_fp16(large_scores):
+    plan = large_scores.manifest.checks["mixed precision"]
+    assert plan["clamped"] == []
+    assert {each["op_type"] for each in plan["kept"]} > {"Attention"}
+    record = md.validate(large_scores, latency=False, probe=False, fresh=0).record
+    assert [node.findings for node in record.range.nodes] == [()]
+
+
 def test_an_engine_of_attention_in_fp32_is_opened_with_its_verdict(large_scores):
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
     engine = md.build_engine(large_scores, targets="8.9", allow_decomposed=True)

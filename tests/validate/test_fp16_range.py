@@ -15,7 +15,7 @@ from mha_deploy.bundle.folder import MODEL, open_bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.graph import mixed_precision
 from mha_deploy.graph.file import load_graph, save_graph
-from mha_deploy.validation.fp16_range import FP16_MAX, Meter, NodeRange, fp16_range
+from mha_deploy.validation.fp16_range import FP16_MAX, Meter, NodeRange, RangeKind, fp16_range
 
 pytestmark = pytest.mark.usefixtures("in_process")  # quicker than a child process
 
@@ -326,12 +326,33 @@ def test_the_status_follows_the_matmul(bundles, tmp_path, precision, matmul, sta
     ],
 )
 def test_large_matmuls_get_advice(bundles, tmp_path, precision, words):
-    (node,) = fp16_range(grown_to(bundles("tiny-gqa", precision), tmp_path / "b", 70000)).nodes
-    advice = node.advice
-    assert all(
-        any(part in line for line in advice)
-        for part in ("fold the scale into the query projection", "in FP32", words)
-    )
+    bundle = bundles("tiny-gqa", precision)
+    (node,) = fp16_range(grown_to(bundle, tmp_path / "b", 70000)).nodes
+    folding, island = "fold the scale into the query projection", "in FP32"
+    assert all(any(part in line for line in node.advice) for part in (folding, island))
+    # The scores have steps of 128 in BF16: only where they are small has it more to offer than FP16.
+    assert not any(words in line for line in node.advice)
+    (node,) = fp16_range(with_weights(bundle, tmp_path / "v", v=25000.0)).nodes
+    assert any(words in line for line in node.advice)
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize(
+    ("precision", "matmul", "step"),
+    [("fp16", 60_000, None), ("fp16", 65_000, None), ("bf16", 7_000, None), ("bf16", 8_400, 16.0)],
+)
+def test_scores_that_rounding_decides_about_are_found(bundles, tmp_path, precision, matmul, step):
+    """The scale is 1/4: scores up to 16,250, where FP16 has steps of 8."""
+    (node,) = fp16_range(grown_to(bundles("tiny-gqa", precision), tmp_path / "b", matmul)).nodes
+    steps = [each.numbers["step"] for each in node.findings if each.kind == RangeKind.SCORE_STEPS]
+    assert steps == ([] if step is None else [step])
+
+
+@pytest.mark.parametrize(("precision", "least"), [("fp16", 16384.0), ("bf16", 2048.0), ("fp32", 2.0**27)])
+def test_the_least_score_that_is_coarse(precision, least):
+    assert mixed_precision.is_coarse(least, precision)
+    assert not mixed_precision.is_coarse(least * 0.999, precision)
+    assert mixed_precision.step_at(least, precision) == 16
 
 
 def test_folding_is_not_advised_where_the_scores_overflow_too(bundles, tmp_path):
@@ -450,9 +471,9 @@ def about_mask(node):
 @pytest.mark.parametrize(
     ("precision", "number", "status", "words"),
     [
-        ("fp32", -1e9, "overflows", "is -inf in FP16"),
-        ("bf16", -3e38, "overflows", "is -inf in FP16"),
-        ("fp32", -65520.0, "overflows", "is -inf in FP16"),
+        ("fp32", -1e9, "overflows", "-inf in FP16"),
+        ("bf16", -3e38, "overflows", "-inf in FP16"),
+        ("fp32", -65520.0, "overflows", "-inf in FP16"),
         ("fp16", -65504.0, "near", "leaves FP16 room for scores down to -16"),
         ("fp32", -65504.0, "near", "leaves FP16 room for scores down to -16"),
         ("fp16", -1e4, "ok", None),
