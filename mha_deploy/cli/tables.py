@@ -386,7 +386,10 @@ def _doubts(manifest: EngineManifest) -> list[RenderableType]:
     if manifest.all_fused:
         return lines
     causes = [finding for finding in manifest.findings if finding["severity"] == "not-fused"]
-    likely = dict.fromkeys(f"likely because: {cause['message']} Try: {cause['remedy']}" for cause in causes)
+    likely = dict.fromkeys(
+        f"likely because: {cause['message']}" + (f" Try: {cause['remedy']}" if cause["remedy"] else "")
+        for cause in causes
+    )
     return lines + [Text(line) for line in likely]
 
 

@@ -143,6 +143,7 @@ class _EngineBuild:
         rt, options, profiles = self.rt, self.options, len(self.ranges)
         with lowering.not_fused(options):
             lowered, answers = lowering.lower_for(rt, self.model, options, self.ranges)
+        answers = lowering.explained(answers, self.bundle.manifest, options)
         # As a file: weights that do not fit in memory twice are read from disk.
         with temporary_folder(self.bundle.path.resolve() / "lowered") as folder:
             save_graph(lowered, folder / "model.onnx")

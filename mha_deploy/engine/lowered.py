@@ -9,6 +9,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from mha_deploy.bundle.manifest import Manifest
 from mha_deploy.engine.engine import AttentionChoice, first_gpu
 from mha_deploy.engine.plugins import refuse_plugins
 from mha_deploy.errors import nearest
@@ -17,7 +18,8 @@ from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.file import foreign_domains
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import LoweringError
-from mha_deploy.graph.rules import Eligibility, Target
+from mha_deploy.graph.mixed_precision import is_coarse
+from mha_deploy.graph.rules import Eligibility, RuleFinding, Target
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.builder import capabilities_of
@@ -169,8 +171,35 @@ def unfused_for(answers: Sequence[Eligibility]) -> Iterator[None]:
         if not found:
             raise
         reasons = dict.fromkeys(f"{name}: {finding.message}" for name, finding in found)
-        remedies = dict.fromkeys(finding.remedy for _, finding in found)
-        raise NotFusedError(error.what, got=" ".join(reasons), hint="; ".join(remedies)) from error
+        remedies = dict.fromkeys(finding.remedy for _, finding in found if finding.remedy)
+        got, hint = " ".join(reasons), "; ".join(remedies) or error.hint
+        raise NotFusedError(error.what, got=got, hint=hint) from error
+
+
+def explained(
+    answers: Sequence[Eligibility], manifest: Manifest, options: EngineOptions
+) -> list[Eligibility]:
+    """The answers with what a bundle knows: why an attention is FP32, and what is left to try."""
+    plan = manifest.checks.get("mixed precision", {})
+    kept, scores = {each["name"]: each for each in plan.get("kept", ())}, plan.get("scores", {})
+    own = manifest.precision.name
+
+    def known(found: RuleFinding) -> RuleFinding:
+        message, remedy, reason = found.message, rules.RULES[found.rule].remedy, kept.get(found.node)
+        if found.rule == "fp32" and reason is not None:
+            message += f" --precision auto keeps it so: {reason['reason']}."
+            # BF16 has the range of FP32, but fewer digits than FP16.
+            is_held = reason["kind"] in ("overflow", "flushed") and found.node in scores
+            is_held = is_held and not is_coarse(scores[found.node], "bf16")
+            remedy = "export with --precision bf16, which has the range of FP32" if is_held else ""
+        elif found.rule == "fp32" and own != "fp32":
+            remedy = f"let the model compute it in {own}"
+        elif not rules.RULES[found.rule].can_decompose:
+            return found
+        remedy = rules.remedies_of(found.rule, remedy, is_decomposed=options.allow_decomposed)
+        return replace(found, message=message, remedy=remedy)
+
+    return [replace(each, findings=tuple(map(known, each.findings))) for each in answers]
 
 
 def targets_of(rt: TensorRT, options: EngineOptions) -> list[Target]:

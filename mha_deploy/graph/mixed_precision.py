@@ -156,6 +156,8 @@ class PrecisionPlan:
     # Attentions in FP16 whose masks have a sentinel, with that number: their fully masked queries give what
     # they give in float32
     fully_masked: Mapping[str, float]
+    # The largest score Q·Kᵀ·scale of every attention that is kept
+    scores: Mapping[str, float] = field(default_factory=dict)
     # What the mixed graph loses: of every output the largest relative L2 error on the measured inputs
     loss: Mapping[str, float] = field(default_factory=dict)
     limit: float | None = None  # what it may lose; None where that was not measured
@@ -681,6 +683,7 @@ class Planner:
             attentions=sum(is_attention(node) for node in nodes),
             margin=self._margin,
             fully_masked=self._fully_masked,
+            scores={str(n.name): self._ranges.inner.get(str(n.name), 0.0) for n in kept if is_attention(n)},
         )
 
     def _tensors(self, values: Iterable[ir.Value]) -> Iterator[KeptTensor]:

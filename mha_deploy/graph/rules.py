@@ -123,6 +123,7 @@ class Rule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     remedy: str
     source: str
     message: str
+    can_decompose: bool = False
     cured_by: str | None = None
     needs: tuple[str, ...] = ()
     operators: tuple[str, ...] = ()
@@ -156,14 +157,22 @@ RULES: dict[str, Rule] = msgspec.toml.decode(
 """All rules, in the order in which they are reported within one severity."""
 
 
+def remedies_of(rule: str, own: str, *, is_decomposed: bool = False) -> str:
+    """What can be done, `own` first; decomposing is none where it `is_decomposed` already."""
+    decompose = RULES[rule].can_decompose and not is_decomposed
+    others = ["build with --allow-decomposed: slower, not fused"] if decompose else []
+    return ", or ".join(filter(None, [own, *others]))
+
+
 def _worst_first(node: str, applying: Iterable[str], fields: Mapping[str, Any]) -> list[RuleFinding]:
     """The findings about a node, which has these fields, from the names of the rules that apply to it."""
-    copied = ("severity", "remedy", "source", "cured_by", "needs")
+    copied = ("severity", "source", "cured_by", "needs")
     found = list[RuleFinding]()
     for name in applying:
         same = {each: getattr(RULES[name], each) for each in copied}
         message = RULES[name].message.format(**fields)
-        found.append(RuleFinding(node=node, rule=name, message=message, **same))
+        remedy = remedies_of(name, RULES[name].remedy)
+        found.append(RuleFinding(node=node, rule=name, message=message, remedy=remedy, **same))
     return sorted(found)
 
 

@@ -67,6 +67,7 @@ _PRELOADED = {
 _SHARED_FROM = 1 << 16  # smaller messages are cheaper on the socket
 _GRACE_S = 30.0  # how much later than its parent a child enforces the time limit by itself
 _LOG_LINES, _LOG_BYTES = 8, 1 << 15
+_DETAIL = "VERBOSE: "  # of TensorRT, which reports every step
 
 
 @dataclass
@@ -194,10 +195,12 @@ class Child:
             if not begin:
                 words, begin, stack = output.partition(head)
         line = user_line(stack)
-        lines = words.strip().splitlines()[-_LOG_LINES:]
+        lines = [line for line in words.strip().splitlines() if not line.startswith(_DETAIL)][-_LOG_LINES:]
         if not lines and crashed:
             lines = stack.splitlines()[:_LOG_LINES]
-        nodes = re.findall(r"Parsing node: (\S+) \[", output)[-1:]  # by TensorRT's parser
+        # By TensorRT's parser, unless it is done with it: then the builder crashed.
+        nodes = re.findall(r"Parsing node: (\S+) \[", output)[-1:]
+        nodes = [node for node in nodes if not re.search(rf"{re.escape(node)} \[\w+\] outputs: ", output)]
         places = [f"node {node}" for node in nodes] + [line] * bool(line)
         what = f"{problem} while {step}{''.join(f', at {place}' for place in places)}."
         self._crash = RuntimeCrash(what, got="\n".join(line[:200] for line in lines) or None, hint=hint)

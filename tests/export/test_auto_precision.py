@@ -6,12 +6,15 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from bundle_edit import copy_of, edit_manifest
 from onnx import numpy_helper
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import mha_deploy as md
+from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.engine import open_engine
+from mha_deploy.runtime.tensorrt.versions import NotFusedError
 
 E, H = 32, 4
 LOWEST = torch.finfo(torch.float32).min
@@ -163,4 +166,22 @@ def test_an_engine_of_attention_in_fp32_is_opened_with_its_verdict(large_scores)
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
     engine = md.build_engine(large_scores, targets="8.9", allow_decomposed=True)
     assert engine.manifest.verdict.precision.has_requested_types
+    assert [each["remedy"] for each in engine.manifest.findings if each["rule"] == "fp32"] == [""]
     assert open_engine(engine.path).manifest.verdict == engine.manifest.verdict
+
+
+@pytest.mark.parametrize(("score", "remedies"), [(None, {"decomposed"}), (1e3, {"bf16", "decomposed"})])
+def test_attention_in_fp32_has_remedies_that_help(large_scores, tmp_path, score, remedies):
+    """Neither what made it FP32 nor FP16, which overflows; BF16 where it resolves the scores."""
+    pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
+    folder = copy_of(large_scores, tmp_path / "b")
+    if score is not None:
+
+        def shrink(data):
+            data["checks"]["mixed precision"]["scores"] = dict.fromkeys(plan["scores"], score)
+
+        plan = large_scores.manifest.checks["mixed precision"]
+        edit_manifest(folder, shrink)
+    with pytest.raises(NotFusedError) as caught:
+        md.build_engine(open_bundle(folder), targets="8.9")
+    assert {each for each in ("auto", "fp16", "bf16", "decomposed") if each in caught.value.hint} == remedies

@@ -112,6 +112,12 @@ def open_ort_that_fails_at_37(backend, model):
     return runner
 
 
+def crash_behind_the_parser():
+    print("VERBOSE: Parsing node: last [Add]\nVERBOSE: last [Add] outputs: [y]", file=sys.stderr, flush=True)
+    print("INFO: Compiler backend", "VERBOSE: Costs", sep="\n", file=sys.stderr, flush=True)
+    segmentation_fault()
+
+
 def build_that_fails(rt, request, with_plugins, on_progress):
     print("VERBOSE: Parsing node: attention [Attention]", file=sys.stderr, flush=True)
     segmentation_fault()

@@ -121,6 +121,14 @@ def test_a_crash_is_an_error_that_names_signal_step_and_output(failure, named):
             runner.run({"x": np.ones(3, np.float16)})
 
 
+def test_a_crash_names_no_node_that_was_parsed_and_shows_no_details():
+    with pytest.raises(RuntimeCrash) as caught:
+        call(failing.crash_behind_the_parser)
+    assert "last" not in caught.value.what
+    assert caught.value.got.splitlines()[0] == "INFO: Compiler backend"
+    assert "VERBOSE" not in caught.value.got
+
+
 def test_a_crash_in_a_decode_loop_is_the_error_that_leaves_it():
     with open_isolated(FAMILY, "Runtime 1.0", failing.open_generating, failing.segmentation_fault) as runner:
         with pytest.raises(RuntimeCrash) as caught, runner.decode_loop(B=1) as loop:
