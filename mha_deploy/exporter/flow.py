@@ -205,7 +205,7 @@ class ExportSource(ABC):
         self.checks["mixed precision"] = plain
         lines = plan.lines()
         kept = f"{len(plan.kept)} of {plan.nodes} nodes stay" if plan.kept else "no node has to stay"
-        head = f"mixed precision: {kept} wider than fp16"
+        head = f"mixed precision: {kept} wider than fp16, by the numbers at {', '.join(drawn)} sizes"
         if plan.worst_loss is not None:
             head += (
                 f"; FP16 costs {plan.worst_loss:.2g} against float32 (relative L2, limit {plan.limit:.2g})"
