@@ -382,7 +382,12 @@ class ValidateOptions(TimedOptions):
         metavar="URL",
     )
     clients: Sequence[int] = option((1, 8, 32), "With --url: numbers of concurrent clients.", metavar="N,N")
-    requests: int = option(256, "With --url: requests for each number of clients.", min=1, max=10**7)
+    requests: int = option(
+        256,
+        "With --url: requests for each number of clients, rounded up to send every case equally often.",
+        min=1,
+        max=10**7,
+    )
     timeout_s: float = option(
         30.0,
         "With --url: seconds after which a request counts as unanswered.",

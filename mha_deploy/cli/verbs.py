@@ -88,8 +88,9 @@ def export(out: Path = option(MISSING, "The folder to write.", *OUT), **options:
 def _exported(bundle: Bundle) -> Result:
     from mha_deploy.cli import tables
 
-    data = {"bundle": str(bundle.path), **bundle.manifest.to_dict()}
-    return Result(data, lambda: [tables.bundle_renderable(bundle)], verdict=f"bundle {bundle.path}")
+    data, loss = {"bundle": str(bundle.path), **bundle.manifest.to_dict()}, bundle.manifest.loss
+    shown = "" if loss is None else f", loss of {loss.what} {loss.worst:.2g}"
+    return Result(data, lambda: [tables.bundle_renderable(bundle)], verdict=f"bundle {bundle.path}{shown}")
 
 
 @verb(

@@ -16,7 +16,7 @@ import pytest
 from rtx_engines import build_rtx
 from tensorrt_models import attention, layer, needs_rtx, primitives, profile
 
-from mha_deploy.errors import EXIT_VERDICT_FAILED
+from mha_deploy.errors import EXIT_VERDICT_FAILED, BackendUnavailable
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine, inspect_kernels
 from mha_deploy.runtime.tensorrt.engine_verdict import ReasonKind, engine_verdict, group_by_attention
@@ -214,7 +214,7 @@ def test_bf16_for_turing_says_what_to_leave_out():
 
 
 def test_replaceable_weights_need_a_gpu_and_say_so():
-    with pytest.raises(EngineError, match="finds no GPU"):
+    with pytest.raises(BackendUnavailable, match="finds no GPU"):
         build(layer(), profiles=[profile()], refit="all")
 
 

@@ -16,7 +16,7 @@ import onnx
 import onnx.numpy_helper
 from google.protobuf.message import DecodeError
 
-from mha_deploy.errors import BackendUnavailable, nearest
+from mha_deploy.errors import BackendUnavailable, DeployError, nearest
 from mha_deploy.options import EngineOptions, OnStep
 from mha_deploy.runtime.tensorrt import kernels as reported
 from mha_deploy.runtime.tensorrt.engine_runner import Profile, TensorRTRunner, load_engine
@@ -370,11 +370,8 @@ def _add_profiles(
 # -- What a failed build means: the builder's errors in words a user can act on --------------------
 
 _NOT_FUSED = re.compile(r"is_decomposable\(\)|not supported by a dedicated kernel|no fused kernel")
+_RUNS_A_KERNEL = re.compile(r"graph_jit\.cpp.*CUDA_SUCCESS")
 _KNOWN = {
-    r"graph_jit\.cpp.*CUDA_SUCCESS": (
-        "The builder has to run a kernel to prepare weights that stay replaceable, and finds no GPU",
-        "build without refit, or on a machine with a GPU",
-    ),
     r"HW-specific datatypes": (
         "A target has no hardware for a type in the graph",
         "leave that target out, or export in fp16",
@@ -391,7 +388,7 @@ _KNOWN = {
 }
 
 
-def _build_failure(rt: TensorRT, messages: Sequence[Message], names: NodeNames) -> EngineError:
+def _build_failure(rt: TensorRT, messages: Sequence[Message], names: NodeNames) -> DeployError:
     """The error of a build that returned nothing, from the messages of the builder."""
     found = errors(messages)
     text = "; ".join(dict.fromkeys(map(names.located, found))) or "the builder reported no reason"
@@ -408,6 +405,10 @@ def _build_failure(rt: TensorRT, messages: Sequence[Message], names: NodeNames) 
     if lean := lean_runtime_hint(rt, text):
         problem = f"A version-compatible engine needs the lean runtime, which is not found ({rt.title})."
         return EngineError(problem, got=text, hint=lean)
+    if _RUNS_A_KERNEL.search(text):
+        problem = "The builder has to run a kernel to prepare weights that stay replaceable"
+        hint = "build without refit, or on a machine with a GPU"
+        return BackendUnavailable(f"{problem}, and finds no GPU ({rt.title}).", got=text, hint=hint)
     for sign, (what, hint) in _KNOWN.items():
         if re.search(sign, text):
             return EngineError(f"{what} ({rt.title}).", got=text, hint=hint)
