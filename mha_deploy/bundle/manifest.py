@@ -120,11 +120,6 @@ class AttentionNode:
         return self.left_window >= 0 or self.right_window >= 0
 
     @property
-    def mixes_upcasts(self) -> bool:
-        """Whether something in half precision is upcast for it, beside what is FP32: a mask counts, too."""
-        return self.upcasts > 0 and (self.upcasts < 3 or self.mask != "none")
-
-    @property
     def mask_may_be_short(self) -> bool:
         """Whether the mask may have fewer columns than there are keys; the others are then masked."""
         if not self.mask_dims:

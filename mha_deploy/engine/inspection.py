@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mha_deploy.bundle.folder import MANIFEST, Bundle
+from mha_deploy.options import EngineOptions
 from mha_deploy.text import plural
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _tensor(value: ir.Value) -> dict[str, str]:
 def check_target(source: Bundle | Path, target: str, version: str | None, sm: str) -> list[Eligibility]:
     """What a target would make of every attention of a bundle, or of an ONNX file; see `md.check`."""
     from mha_deploy.engine.engine import default_profiles
-    from mha_deploy.engine.lowered import check_eligibility, refuse_foreign_operators
+    from mha_deploy.engine.lowered import check_eligibility, explained, refuse_foreign_operators
     from mha_deploy.graph.file import load_graph
     from mha_deploy.graph.rules import requested_target
     from mha_deploy.runtime.tensorrt.builder import capabilities_of
@@ -176,7 +177,8 @@ def check_target(source: Bundle | Path, target: str, version: str | None, sm: st
     if left:
         count, names = plural(len(left), "attention"), ", ".join(left[:3]) + (", …" if left[3:] else "")
         raise NotFusedError(f"{count} {what.format('is' if len(left) == 1 else 'are')}", got=names, hint=hint)
-    return [found for each in targets for found in check_eligibility(graph, each)]
+    answers = [found for each in targets for found in check_eligibility(graph, each)]
+    return explained(answers, source.manifest, EngineOptions()) if isinstance(source, Bundle) else answers
 
 
 def _with_reason(each: UnfusedRecord | UnfusedSoftmax) -> str:

@@ -548,11 +548,13 @@ class FileProgram:
         while name not in self._inputs and name in self._same_numbers:
             name = self._same_numbers[name]
         what, place = f"An index of node {node.name} is beyond its table.", f"node {node.name}"
+        hint = f"if an axis is counted there, a range that ends with the table: --axis NAME=1:1:{rows}"
         if name in self._inputs:
             what, place = f"Input {name} has numbers beyond the table that it indexes.", f"input {name}"
+            hint = f"numbers from 0 to {rows - 1}"
         place = f"{self._sample}: {place}" if self._sample else place
         got = f"{place} has {most if most >= rows else least}; the table has {rows} rows"
-        return DeployError(what, got=got, hint=f"numbers from 0 to {rows - 1}")
+        return DeployError(what, got=got, hint=hint)
 
     def run(
         self, feeds: Arrays, mode: FileRounding | None = None, *, sample: str = ""

@@ -316,7 +316,7 @@ _ATTENTIONS: dict[str, Callable[[AttentionNode, Target], bool]] = {
     "fully-masked-query": lambda node, target: node.mask != "none",
     "causal-upper-left": _causal_is_not_square,
     "causal-alignment-unknown": _causal_is_not_square,
-    "fp32-of-upcasts": lambda node, target: node.mixes_upcasts,
+    "fp32-of-upcasts": lambda node, target: node.upcasts > 0,
     "fp64": lambda node, target: "fp64" in (node.dtype, node.softmax_precision),
     "bf16-version": lambda node, target: node.dtype == "bf16",
     "rtx-gpu": lambda node, target: (

@@ -458,7 +458,7 @@ def _about_steps(figures: Figures, precision: str) -> Iterator[RangeFinding]:
             f"the largest score is {size:,.0f}, where {precision.upper()} has steps of {step:,.0f}: rounding "
         )
         about: dict[str, Any] = {"numbers": {"largest": size, "step": step}}
-        about["advice"] = (_EXACT_SCORES, _SMALLER_SCORES)
+        about["advice"] = (_SMALLER_SCORES,) if precision == "fp32" else (_EXACT_SCORES, _SMALLER_SCORES)
         about["what"] = what + "decides which keys a query attends to"
         yield RangeFinding(status=NEAR, kind=RangeKind.SCORE_STEPS, **about)
 

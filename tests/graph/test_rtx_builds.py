@@ -112,8 +112,10 @@ def test_rules_foretell_what_the_builder_does(dims: tuple[Any, ...], features: d
     assert fused == answer.fused
 
 
-UPCAST: list[tuple[str, dict[str, Any]]] = [("q", {}), ("kv", {}), ("qkv", {"mask": ("fp32", ("S", "T"))})]
-"""What the builder crashes at or refuses, were it not lowered."""
+UPCAST: list[tuple[str, dict[str, Any]]] = [
+    ("q", {}), ("kv", {}), ("qkv", {"mask": ("fp32", ("S", "T"))}), ("qkv", {}),
+]  # fmt: skip
+"""What the builder crashes at, refuses or, the last, fuses in FP16, were it not lowered."""
 
 
 @pytest.mark.parametrize(("upcast", "features"), UPCAST)
@@ -130,4 +132,6 @@ def test_attention_in_fp32_builds_where_an_operand_is_upcast(upcast: str, featur
     answer = judge(attention_nodes(model), RTX)[0]
     assert not answer.supported
     assert answer.supported_after_lowering
-    assert build_rtx(lower(model, "trt"), **options).kernels["log"]
+    kernels = build_rtx(lower(model, "trt"), **options).kernels["log"]
+    assert kernels
+    assert not any(kernel.is_fused_attention for kernel in kernels)

@@ -147,14 +147,14 @@ def keep_fp32(model: ir.Model, options: TrtOptions) -> bool:
 
     TensorRT-RTX 1.7 multiplies in FP16 what it finds between two Casts, and rounds the weights, too: one
     beyond FP16 becomes infinite. It keeps a matmul that reads the result of arithmetic. So -0.0 is added to
-    what was upcast: it changes no number, and is part of the kernel of the Cast. It also moves a Cast behind
-    one operand of an attention into it, and crashes where another is FP32.
+    what was upcast: it changes no number, and is part of the kernel of the Cast. It also moves the Casts of
+    an attention into it: it fuses one with all operands upcast in FP16, and crashes where another is FP32.
     """
     taken, changed = prefixes_in(model), False
     for node in [each for each in model.graph.all_nodes() if is_op(each, *MATMULS) or is_attention(each)]:
         operands = node.inputs if node.op_type == "Einsum" else node.inputs[: 3 if is_attention(node) else 2]
         casts = {value: upcast_of(value) for value in operands if constant(value) is None}
-        is_narrowed = read_attention(node).mixes_upcasts if is_attention(node) else None not in casts.values()
+        is_narrowed = read_attention(node).upcasts > 0 if is_attention(node) else None not in casts.values()
         if not is_narrowed or node.graph is None:
             continue
         b = NodeBuilder(prefix_within(f"{node_name(node)}_in_fp32", taken))
