@@ -487,8 +487,9 @@ def _headline(
     """
     failures = [each for each in report.findings if each.level is Severity.FAILURE]
     if first := failures or [each for each in report.findings if each.kind in _UNVERIFIED]:
-        more = "" if len(first) == 1 else f" (and {len(first) - 1} more)"
-        return f"{first[0].text}{more}", first[:1]
+        shown = first[: 2 if len(first) == 2 else 1]
+        more = f" (and {len(first) - 1} more)" if len(first) > 2 else ""
+        return f"{'; '.join(each.text for each in shown)}{more}", shown
     judged = [each for each in evaluations if each.parity]
     if not judged:
         skipped = "; ".join(absent_text(each.name, each.reason) for each in report.absent)

@@ -163,6 +163,14 @@ def test_the_report_lists_what_was_not_run(narrow):
     assert "not covered: " in report.headline
 
 
+def test_two_demands_that_are_not_met_are_both_in_the_headline(narrow):
+    demands = {"require_run": True, "require_coverage": True}
+    report = md.validate(narrow, latency=False, probe=False, **demands)
+    failures = [each for each in report.to_dict()["verdict"]["findings"] if each["level"] == "failure"]
+    assert {name for each in failures for name in each["required_by"]} == set(demands)
+    assert all(each["text"] in report.headline for each in failures)
+
+
 @pytest.mark.parametrize("required", [False, True])
 def test_sizes_that_were_requested_and_not_exported_are_not_covered(narrow, tmp_path, required):
     folder = copy_of(open_bundle(narrow), tmp_path / "bundle")
