@@ -384,7 +384,9 @@ def find_uncovered(
     not_run = [each.path.stem for each in engines if all(each is not other.runtime.engine for other in ran)]
     found = [Gap(kind=Kind.NOT_RUN, name=name) for name in (*not_run, *gone)]
     for each in ran or judged:
-        name, sizes = each.runtime.name, [verdict.sizes for verdict in each.verdicts if verdict.passed]
+        name = each.runtime.name
+        # What is wrong was judged all the same; what shows nothing, or did not run, was not.
+        sizes = [one.sizes for one in each.verdicts if one.passed or (one.is_wrong and one.ran)]
         if each.not_decoded_because is not None:
             found.append(Gap(kind=Kind.STEPS_NOT_COVERED, name=name))
         inside = {v.output for report in each.parity if report.cases == LAYERS for v in report.verdicts}
@@ -403,12 +405,6 @@ def find_uncovered(
         ranges = [axes] if engine is None else engine.manifest.ranges
         for index, profile in enumerate(ranges):
             ran_there = [one for one in sizes if are_within(one, profile)]
-            # Where everything is wrong, what ran was judged all the same.
-            ran_there = ran_there or [
-                one.sizes
-                for one in each.verdicts
-                if one.is_wrong and one.ran and are_within(one.sizes, profile)
-            ]
             if not ran_there:
                 profile_index = None if engine is None else index
                 found.append(Gap(kind=Kind.PROFILE_NOT_COVERED, name=name, profile=profile_index))

@@ -53,10 +53,16 @@ def test_sizes_above_the_largest_case_are_not_verified():
     assert words(judged({"B": 4, "S": 64}, passed=False), judged({"B": 2, "S": 64})) != []
 
 
-def test_what_ran_and_is_wrong_everywhere_is_covered():
+def test_what_ran_and_is_wrong_is_covered():
     assert words(judged(*CORNERS, passed=False)) == []
     assert words(judged(*CORNERS[:2], passed=False)) == ["B = 2–4"]
     assert words(judged(*CORNERS, passed=False, ran=False)) == ["every size of e"]
+    small = judged(*CORNERS[:2])
+    for others in ({}, {"ran": False}, {"is_wrong": False}):
+        about = {"passed": False, "is_wrong": True, "ran": True, **others}
+        large = [SimpleNamespace(sizes=sizes, **about) for sizes in CORNERS[2:]]
+        both = SimpleNamespace(**{**vars(small), "verdicts": [*small.verdicts, *large]})
+        assert words(both) == (["B = 2–4"] if others else words(judged(*CORNERS))), "repaired, it is the same"
 
 
 def test_sizes_below_the_smallest_case_are_not_verified():
