@@ -56,6 +56,7 @@ from mha_deploy.validation.records import (
     model_record,
     report_header,
 )
+from mha_deploy.validation.subjects import SubjectRecord
 
 # -- What is compared: the sections of a report that a result has, and what a bundle holds ----------
 
@@ -87,6 +88,7 @@ class ModelResult(Struct, frozen=True, kw_only=True):
     conformance: ConformanceTable | None = None
     range: RangeReport | None = None
     engines: tuple[EngineRecord, ...] | None = None
+    subjects: tuple[SubjectRecord, ...] | None = None
     latency: LatencyRecord | None = None
     serving: tuple[ServingRecord, ...] | None = None
     throughput: tuple[ThroughputRecord, ...] | None = None
@@ -324,7 +326,7 @@ Measured = Iterator[tuple[str, str, Measurement]]
 
 
 def measurements(result: ModelResult, names: Mapping[str, str] | None = None) -> Measurements:
-    """Everything of a result that can be compared; `names` are those of engines on the other side."""
+    """Everything of a result that can be compared; `names` are those on the other side."""
     found: Measurements = {}
     for section, subject, item in _measure(result, names or {}):
         key, count = (section, subject), 1
@@ -1047,6 +1049,21 @@ def _resized(old: ModelResult, new: ModelResult) -> set[str]:
     return {axis for axis in one.keys() & two.keys() if one[axis] != two[axis]}
 
 
+def _old_names(old: ModelResult, new: ModelResult) -> dict[str, str]:
+    """The old names of engines and of what was judged in their place, whatever they are called now.
+
+    It is the only one of its kind on both sides: a file also by the runtime that ran it.
+    """
+    sides = []
+    for result in (old, new):
+        kinds: dict[Any, list[str]] = {"": [each.name for each in result.engines or ()]}
+        for subject in result.subjects or ():
+            kinds.setdefault((subject.kind, _runtime(result, subject.backend)), []).append(subject.name)
+        sides.append(kinds)
+    pairs = [(names, sides[1].get(kind, [])) for kind, names in sides[0].items()]
+    return {theirs[0]: names[0] for names, theirs in pairs if len(names) == len(theirs) == 1}
+
+
 def _with_old_names(old: ModelResult, new: ModelResult) -> ModelResult:
     """The new result with attentions named as in the old one: an exporter may call them otherwise.
 
@@ -1118,10 +1135,8 @@ def _pairs(
 
 
 def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]:
-    names: dict[str, str] = {}
+    names = _old_names(old, new)
     engines: list[Any] = [each.engines or () for each in (old, new)]
-    if len(engines[0]) == len(engines[1]) == 1:  # whatever the only engine is called
-        names = {engines[1][0].name: engines[0][0].name}
     new = _with_old_names(old, new)
     before, after = measurements(old), measurements(new, names)
     found = [*_gap_changes(old, new, names)]

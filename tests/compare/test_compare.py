@@ -188,6 +188,40 @@ def test_an_upgrade_alone_is_a_change_and_no_regression():
     assert {change.section for change in found.changes if change.level == "changed"} == {"environment"}
 
 
+def file_judged(name, kind="graph", backend="ort-cpu 1.31.1", wrong=False):
+    """The report of a file that was judged, with an attention in it that no output shows."""
+    data = cpu_only()
+    about = {"sha256": None, "names": {}, "converted": [], "not_judged": [], "plan": None}
+    data["subjects"] = [{"name": name, "kind": kind, "backend": backend, **about}]
+    gap = {"kind": "attention not observed", "name": name, "attention": "attention"}
+    data["verdict"]["not_verified"].append(gap)
+    if wrong:
+        found = data["parity"][0]["verdicts"][0]
+        found |= {"outcome": "failed", "reason": {"kind": "out of budget"}, "share": 1.4}
+        data["verdict"]["outcome"] = "failed"
+    return data
+
+
+def test_what_is_judged_takes_the_place_of_its_kind_whatever_the_name_of_its_file():
+    one, two = file_judged("a.onnx"), file_judged("b.onnx")
+    assert {change.level for change in md.compare(one, two).changes} == {"same"}
+    newer = file_judged("b.onnx", backend="ort-cpu 2.0")
+    newer["runtimes"]["ort-cpu 2.0"] = "ort-cpu"
+    assert not [change for change in md.compare(one, newer).regressions if change.subject.startswith("not ")]
+    assert md.compare(one, file_judged("b.engine", kind="engine")).regressions
+    both = file_judged("b.onnx")
+    both["subjects"] += file_judged("c.onnx")["subjects"]
+    assert md.compare(one, both).regressions, "it is not known which of them it was"
+
+
+def test_a_repaired_file_is_no_regression():
+    wrong, right = file_judged("old.onnx", wrong=True), file_judged("new.onnx")
+    found = md.compare(wrong, right)
+    assert not found.regressions
+    assert "error" in {change.section for change in found.changes if change.level == "improvement"}
+    assert {change.section for change in md.compare(right, wrong).regressions} >= {"error", "verdict"}
+
+
 # -- noise -----------------------------------------------------------------------------------------
 
 
