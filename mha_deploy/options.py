@@ -502,7 +502,8 @@ class Limits:
 
     error: float = option(
         0.1,
-        "Growth of an error that counts as a regression, as a fraction of its budget.",
+        "Growth of an error that counts as a regression, as a fraction of its budget; of a loss beyond its "
+        "limit, as a fraction of that.",
         "--max-error",
         min=0.0,
         max=1e9,

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from mha_deploy.bundle.folder import MANIFEST, Bundle, open_bundle
+from mha_deploy.bundle.manifest import LossRecord
 from mha_deploy.engine.engine import Engine, engines_of, open_engine
 from mha_deploy.errors import BundleError, DeployError, nearest
 from mha_deploy.files import as_plain, hint_for_missing, read_json
@@ -92,6 +93,7 @@ class ModelResult(Struct, frozen=True, kw_only=True):
     latency: LatencyRecord | None = None
     serving: tuple[ServingRecord, ...] | None = None
     throughput: tuple[ThroughputRecord, ...] | None = None
+    loss: LossRecord | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +241,7 @@ def _from_bundle(bundle: Bundle) -> Side:
         attention=len(manifest.attention),
         graph_bytes=sum(entry.bytes for name, entry in manifest.files.items() if "model.onnx" in name),
     )
+    found.setdefault("loss", manifest.loss)  # that of the report has the limit that it was judged by
     precision = _types(model.precision, None if manifest.loss is None else manifest.loss.what)
     result = ModelResult(**{**found, "model": model, "name": model.name, "precision": precision})
     return Side(name=str(bundle.path), kind="bundle", results=(result,), created=created)
@@ -247,8 +250,8 @@ def _from_bundle(bundle: Bundle) -> Side:
 # -- Measurements: everything that is compared, each under a key that both sides share -------------
 
 SECTIONS = (
-    "verdict", "coverage", "fusion", "precision", "error", "decode", "invariance", "conformance", "range",
-    "latency", "size", "build time", "environment",
+    "verdict", "coverage", "fusion", "precision", "error", "decode", "loss", "invariance", "conformance",
+    "range", "latency", "size", "build time", "environment",
 )  # fmt: skip
 
 
@@ -287,15 +290,15 @@ _LARGE = 0.5
 # How many times the limit a tail may grow before it is inconclusive, and before it is a regression: p99 of
 # 200 samples is the second largest of them.
 _TAILS = {"p90": (1.0, 5.0), "p99": (5.0, 10.0)}
-# Sections in which a missing figure is no loss of coverage.
-_FIGURES = ("environment", "size", "build time")
+# Sections in which a missing figure is no less coverage: a model that is not compressed has no loss.
+_FIGURES = ("environment", "size", "build time", "loss")
 
 
 @dataclass(frozen=True)
 class Measurement:
     """One thing that is compared."""
 
-    kind: str  # how: `status`, `share`, `growth`, `tail`, `sizes`, `counts` by name, `range` or `text`
+    kind: str  # `status`, `share`, `loss`, `growth`, `tail`, `sizes`, `counts` by name, `range` or `text`
     owner: str  # its runtime or engine; one that is missing as a whole is reported once
     value: Any
     shown: str
@@ -304,6 +307,7 @@ class Measurement:
     sizes: Mapping[str, int] = field(default_factory=dict)  # what a share was measured at
     errors: Mapping[str, float] = field(default_factory=dict)  # of a share: what was measured, by name
     budget: Mapping[str, float] = field(default_factory=dict)  # of a share: the limits of these
+    limit: float | None = None  # of a loss
     doubt: str = ""  # why the value is not reliable; of a status: the kernels behind it
     cases: str = ""  # the kind of cases that it was measured on
 
@@ -343,6 +347,10 @@ def _measure(result: ModelResult, names: Mapping[str, str]) -> Measured:
     yield from _measure_verdict(result)
     yield from _measure_errors(result, rebuilds)
     yield from _measure_decoding(result)
+    if result.loss is not None:
+        loss = result.loss.worst
+        item = Measurement("loss", _MODEL, loss, f"{loss:.2g}", limit=result.loss.limit)
+        yield "loss", "loss", item
     yield from _measure_checks(result)
     for engine in engines:
         yield from _measure_engine(engine, names.get(engine.name, engine.name))
@@ -477,6 +485,10 @@ _MODEL = "model"  # the owner of its attributes
 def _environment(result: ModelResult, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     yield "weights", result.model.weights if result.model else ""
     yield "bundle", result.model.bundle_sha256[:12] if result.model else ""
+    if (loss := result.loss) is not None:
+        yield "loss: limit", "none" if loss.limit is None else f"{loss.limit:g}"
+        held_out = ", held out from calibration" if loss.held_out else ""
+        yield "loss: measured on", f"{plural(loss.samples, 'sample')} of {loss.data}{held_out}"
     for engine in result.engines or ():
         name = names.get(engine.name, engine.name)
         yield f"{name}: built by", f"{engine.backend} {engine.version}"
@@ -580,6 +592,8 @@ def _judge(section: str, old: Measurement, new: Measurement, limits: Limits) -> 
     """The level of a change, and why."""
     if old.kind == "share":
         return _judge_share(old, new, limits)
+    if old.kind == "loss":
+        return _judge_loss(old, new, limits)
     if old.kind == "tail":
         return _judge_tail(old, new, limits)
     if old.kind == "sizes":
@@ -639,6 +653,18 @@ def _judge_share(old: Measurement, new: Measurement, limits: Limits) -> tuple[Le
     if abs(growth) <= max(limits.error, noise):
         return SAME, f"within the {budget_share(noise)} of rebuilds" if growth > limits.error else ""
     return (IMPROVEMENT, "") if growth < 0 else (REGRESSION, f"grown by {budget_share(growth)} of the budget")
+
+
+def _judge_loss(old: Measurement, new: Measurement, limits: Limits) -> tuple[Level, str]:
+    """The loss is intended: its growth is worse only beyond the limit that the user gave the old side."""
+    growth, limit = new.value - old.value, old.limit
+    is_beyond = limit is not None and new.value > limit
+    why = f"over the old limit of {limit:g}" if is_beyond else ""
+    if limit is not None and old.value <= limit < new.value:
+        return REGRESSION, why
+    if abs(growth) <= limits.error * (old.value if limit is None else limit):
+        return SAME, ""
+    return (IMPROVEMENT, "") if growth < 0 else (REGRESSION if is_beyond else CHANGED, why)
 
 
 def _judge_growth(section: str, old: Measurement, new: Measurement, limits: Limits) -> tuple[Level, str]:

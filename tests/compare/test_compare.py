@@ -74,6 +74,12 @@ def budget_wider(data):
     found["share"] /= 2
 
 
+def loss_of(worst, limit=None, what="int8"):
+    output = {"name": "output", "relative_l2": worst, "sqnr_db": 30.0, "top1": None, "kl": None}
+    about = {"data": "val.npz", "samples": 6, "layers": [], "limit": limit}
+    return {"what": what, "outputs": [output], **about}
+
+
 # Each kind of regression: how it is planted in a report, and the section that must report it.
 PLANTED = {
     "fusion lost": ("fusion", lambda d: engine(d)["nodes"][0].update(status="decomposed", kernels=["gemm"])),
@@ -284,6 +290,33 @@ def test_figures_that_cannot_be_are_refused(plant):
         md.compare(passing(), new)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "level"),
+    [
+        ((0.01, None), (0.03, None), "changed"),
+        ((0.01, None), (0.0105, None), "same"),
+        ((0.03, None), (0.01, None), "improvement"),
+        ((0.01, 0.02), (0.015, 0.02), "changed"),
+        ((0.01, 0.02), (0.021, 0.05), "regression"),  # a higher limit excuses nothing
+        ((0.0199, 0.02), (0.0201, None), "regression"),
+        ((0.03, 0.02), (0.04, None), "regression"),
+        ((0.03, 0.02), (0.0301, 0.02), "same"),
+        ((0.03, 0.02), (0.01, 0.02), "improvement"),
+    ],
+)
+def test_a_loss_that_grows_is_a_regression_beyond_the_limit_of_the_old_side(old, new, level):
+    sides = [{**passing(), "loss": loss_of(*each)} for each in (old, new)]
+    found = md.compare(*sides)
+    assert [change.level for change in found.changes if change.section == "loss"] == [level]
+    assert bool(found.regressions) is (level == "regression")
+    other = md.compare(sides[0], {**sides[1], "loss": loss_of(*new, what="fp8")})
+    expected = "same" if level == "same" else "not comparable"
+    assert [change.level for change in other.changes if change.section == "loss"] == [expected]
+    assert not other.regressions
+    for one in ((sides[0], passing()), (passing(), sides[1])):
+        assert not md.compare(*one).regressions
+
+
 def test_a_wider_budget_for_the_same_error_is_a_change():
     new = passing()
     for run in new["parity"]:
@@ -306,7 +339,10 @@ NOT_THE_SAME = {
     "model": lambda d: d["model"].update(name="other"),
     "model of that name": lambda d: d["model"]["spec"].update(Hkv=4),
     "precision": lambda d: d["model"].update(precision="bf16"),
-    "precision of GEMMs": lambda d: (d.update(loss={"what": "fp8"}), d["model"]["spec"].update(Hkv=4)),
+    "precision of GEMMs": lambda d: (
+        d.update(loss=loss_of(0.01, what="fp8")),
+        d["model"]["spec"].update(Hkv=4),
+    ),
     "GPU": lambda d: d["latency"].update(gpu="another GPU"),
 }
 
