@@ -532,21 +532,22 @@ def _share(owner: str, found: Any, noise: float = 0.0) -> Measurement:
     )
     shares = [found.share, *(errors[key] / limits[key] for key in limits if key in errors)]
     used = max((share for share in shares if share is not None), default=None)
-    shown = "no finite number" if used is None else budget_share(used)
-    shown = {Outcome.FAILED: f"wrong ({shown})", Outcome.NOT_VERIFIED: "not verified"}.get(
-        found.outcome, shown
-    )
     return Measurement(
         "share",
         owner,
         used,
-        shown,
+        _used_text(used, found.outcome),
         noise,
         found.outcome,
         errors=errors,
         budget=limits,
         sizes=getattr(found, "sizes", None) or {},
     )
+
+
+def _used_text(used: float | None, outcome: Outcome, of: str = "") -> str:
+    text = "no finite number" if used is None else f"{budget_share(used)}{of}"
+    return {Outcome.FAILED: f"wrong ({text})", Outcome.NOT_VERIFIED: "not verified"}.get(outcome, text)
 
 
 def _time(owner: str, row: LatencyRowRecord, rebuild_noise: float) -> Measurement:
@@ -633,6 +634,18 @@ def _direction(old: float, new: float) -> Level:
     return SAME if new == old else IMPROVEMENT if new > old else REGRESSION
 
 
+def _under_old_budget(old: Measurement, new: Measurement) -> Measurement:
+    """The new share as one of the old budget: with a wider one, a larger error takes a smaller share.
+
+    Of other sizes, or with another outcome, it stays that of the budget that it was judged by.
+    """
+    shared = old.budget.keys() & new.errors.keys() if old.budget != new.budget else ()
+    if (old.outcome, old.sizes) != (new.outcome, new.sizes) or new.value is None or not shared:
+        return new
+    used = max(new.errors[key] / old.budget[key] for key in shared)
+    return replace(new, value=used, shown=_used_text(used, new.outcome, " of the old budget"))
+
+
 def _judge_share(old: Measurement, new: Measurement, limits: Limits) -> tuple[Level, str]:
     if old.sizes != new.sizes and new.outcome is old.outcome:
         return NOT_COMPARABLE, "other sizes"
@@ -646,10 +659,7 @@ def _judge_share(old: Measurement, new: Measurement, limits: Limits) -> tuple[Le
         return (IMPROVEMENT, "") if new.errors else (REGRESSION, "no error was measured")
     if old.value is None or new.value is None:
         return (SAME, "") if old.value is None else (CHANGED, "no error was measured")
-    # Under one budget: with a wider one, a larger error takes a smaller share.
-    shared = old.budget.keys() & new.errors.keys() if old.budget != new.budget else ()
-    used = max((new.errors[key] / old.budget[key] for key in shared), default=new.value)
-    growth, noise = used - old.value, max(old.noise, new.noise)
+    growth, noise = new.value - old.value, max(old.noise, new.noise)
     if abs(growth) <= max(limits.error, noise):
         return SAME, f"within the {budget_share(noise)} of rebuilds" if growth > limits.error else ""
     return (IMPROVEMENT, "") if growth < 0 else (REGRESSION, f"grown by {budget_share(growth)} of the budget")
@@ -1185,6 +1195,7 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
     for (section, subject), first in before.items():
         second = after.get((section, subject))
         if second is not None:
+            second = _under_old_budget(first, second)
             level, why = _judge(section, first, second, limits)
             if level is not SAME and section in _depends_on(other):
                 level, why = NOT_COMPARABLE, f"another {next(iter(other))}"

@@ -327,6 +327,26 @@ def test_a_wider_budget_for_the_same_error_is_a_change():
     assert all(subject.endswith("accumulates in") for subject in changed)
 
 
+@pytest.mark.parametrize("outcome", ["passed", "failed", "not verified"])
+def test_both_figures_of_an_error_are_shares_of_one_budget(outcome):
+    """The new budget is four times as wide, and the error has doubled: half the share of its own."""
+    old, new = passing(), planted("error grown under a wider budget")
+    reasons = {"failed": {"kind": "out of budget"}, "not verified": {"kind": "oracle zero"}}
+    for data in (old, new):
+        verdict(data, outcome=outcome, reason=reasons.get(outcome))
+    found = md.compare(old, new)
+    (change,) = [each for each in found.changes if each.section == "error" and each.level != "same"]
+    shown = [[float(n) for n in re.findall(r"[\d.]+", text)] for text in (change.old, change.new)]
+    if outcome == "not verified":
+        assert change.old == change.new
+    else:
+        assert shown[1] == pytest.approx([2 * shown[0][0]], rel=0.05)
+    equal = passing()
+    verdict(equal, outcome=outcome, reason=reasons.get(outcome))
+    rows = [each for each in md.compare(old, equal).changes if each.section == "error"]
+    assert all(each.old == each.new for each in rows), "of one budget there is nothing to say"
+
+
 def test_an_attention_that_is_new_and_unknown_is_no_improvement():
     new = passing()
     node = {**engine(new)["nodes"][0], "node": "new", "status": "unknown", "kernels": []}
