@@ -883,7 +883,7 @@ class Comparison(SavableResult):
             parts[group.title] = [("fold", fold) if group.title == _TITLES[SAME] else ("table", shown)]
         same = parts.pop(_TITLES[SAME], None)
         parts |= {both.title: [("table", both)], **({} if same is None else {_TITLES[SAME]: same})}
-        title = f"Comparison: {Path(self.old.name).name} and {Path(self.new.name).name}"
+        title = f"Comparison: {' and '.join(_told_apart(self.old.name, self.new.name))}"
         data = {**self.to_dict(), "environment": as_plain(report_header()["environment"])}
         return sections_page(data, title, parts)
 
@@ -906,6 +906,14 @@ class Comparison(SavableResult):
                 )
             files[html] = self.to_html().encode("utf-8"), is_page
         write_files(files, overwrite=overwrite, inputs=self.inputs())
+
+
+def _told_apart(*names: str) -> list[str]:
+    """Paths by their last parts, so many that they differ."""
+    parts = [Path(name).parts for name in names]
+    longest = max(map(len, parts))
+    count = next((n for n in range(1, longest) if len({each[-n:] for each in parts}) == len(parts)), longest)
+    return [str(Path(*each[-count:])) for each in parts]
 
 
 _LEVELS = {

@@ -692,6 +692,25 @@ def test_markdown_and_json_hold_the_same_regressions(run_cli, files):
     assert run_cli("compare", files[0], files[0], "--json").code == 0
 
 
+@pytest.mark.parametrize(
+    ("paths", "shown"),
+    [
+        (("a/old.json", "a/new.json"), ("old.json", "new.json")),
+        (("a/v1/report.json", "b/v2/report.json"), ("v1/report.json", "v2/report.json")),
+        (("a/v1/report.json", "b/v1/report.json"), ("a/v1/report.json", "b/v1/report.json")),
+        (("report.json", "v1/report.json"), ("report.json", "v1/report.json")),
+        (("report.json", "report.json"), ("report.json", "report.json")),
+    ],
+)
+def test_the_title_of_the_page_tells_both_sides_apart(tmp_path, monkeypatch, paths, shown):
+    monkeypatch.chdir(tmp_path)
+    for path in map(Path, paths):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(passing()))
+    (title,) = re.findall("<title>(.*?)</title>", md.compare(*paths).to_html())
+    assert re.findall(r"\S+\.json", title) == list(shown)
+
+
 def test_names_from_a_report_cannot_become_markup():
     new = passing()
     new["engines"][0]["name"] = HOSTILE
