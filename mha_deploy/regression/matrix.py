@@ -33,7 +33,15 @@ from mha_deploy.bundle.folder import LEDGER, MANIFEST, NO_ENGINES, Bundle, open_
 from mha_deploy.engine.build import Trial, engine_from_bundle, run_trials
 from mha_deploy.engine.engine import Engine, first_gpu, parse_ranges, reasons_not_to_run
 from mha_deploy.errors import BackendUnavailable, DeployError, nearest
-from mha_deploy.files import PathPart, as_plain, check_plain, problem_in, read_json, read_regular
+from mha_deploy.files import (
+    PathPart,
+    as_plain,
+    check_plain,
+    hint_for_missing,
+    problem_in,
+    read_json,
+    read_regular,
+)
 from mha_deploy.keywords import typed_value
 from mha_deploy.model.catalog import find_spec, is_factory
 from mha_deploy.model.source import is_onnx_file
@@ -121,6 +129,8 @@ def read_plan(source: Any) -> Plan:
         plan = msgspec.convert(data, Plan)
     except (OSError, msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
         problem = problem_in(error)
+        if isinstance(error, FileNotFoundError):
+            hint = hint_for_missing(Path(source), hint)
         if problem.unknown is not None:
             entry = {"models": ModelEntry, "runtimes": RuntimeEntry}.get(problem.table, Plan)
             hint = f"{nearest(problem.unknown, entry.__struct_fields__)}; {hint}"
@@ -144,6 +154,7 @@ def read_plan(source: Any) -> Plan:
                 "A runtime is installed in one place only.", got=name, hint="one of path, python and pip"
             )
         if place and not Path(place).exists():
+            hint = hint_for_missing(Path(place), hint)
             raise DeployError("The runtime does not exist.", got=f"{name}: {place}", hint=hint)
         names.add(name)
     for name, key in ((name, key) for name, options in plan.options.items() for key in options):

@@ -79,6 +79,18 @@ def test_a_field_that_no_plan_has_is_answered_with_those_it_has(tmp_path, field,
     assert repr(near) in caught.value.hint
 
 
+def test_a_misspelled_path_is_answered_with_the_one_beside_it(tmp_path):
+    (tmp_path / "plan.toml").touch()
+    with pytest.raises(md.DeployError) as failure:
+        read_plan(tmp_path / "plam.toml")
+    assert str(tmp_path / "plan.toml") in failure.value.hint
+    (tmp_path / "rtx-1.6").mkdir()
+    runtime = {"name": "rtx", "path": str(tmp_path / "rtx-16")}
+    with pytest.raises(md.DeployError) as failure:
+        read_plan({"models": ["tiny-mha"], "runtimes": [runtime]})
+    assert str(tmp_path / "rtx-1.6") in failure.value.hint
+
+
 def test_a_value_that_no_plan_has_is_answered_with_those_it_may_have(tmp_path):
     for changed, allowed in (
         ({"runtimes": [{**RTX, "backend": "ort-cpu"}]}, ("tensorrt", "tensorrt-rtx")),
