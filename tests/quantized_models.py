@@ -74,13 +74,14 @@ def multihead(path, *, changed=None):
     """The attention of `transformer` in the graph that `nn.MultiheadAttention` is exported to.
 
     Lengths come first, Q, K and V are one projection that is cut by an axis of three, and heads are part of
-    the batch.
+    the batch. The bias of the keys is expanded to sizes that are read from Q and K.
     """
     held = {**weights(), **(changed or {})}
     size = WIDTH // HEADS
     ints = {
         "three": [0, 0, 3, WIDTH], "first": [0], "second": [1], "last": [-2], "heads": [0, -1, size],
         "batch": [-1, HEADS], "size": [size], "flat": [-1, WIDTH], "width": [WIDTH],
+        "channels": [2], "between": [1, 2], "query": 2, "ones": [1, 1],
     }  # fmt: skip
     nodes = [
         helper.make_node("Transpose", ["x"], ["xt"], perm=[1, 0, 2]),
@@ -103,7 +104,16 @@ def multihead(path, *, changed=None):
         ]
         ints[f"{each}.at"] = at
     nodes += [
-        helper.make_node("Attention", ["q.h", "k.h", "v.h"], ["attended"], name="attention"),
+        helper.make_node("ReduceMax", ["x", "channels"], ["bias"], keepdims=0),
+        helper.make_node("Unsqueeze", ["bias", "between"], ["bias4"]),
+        helper.make_node("Shape", ["q.h"], ["q.sizes"]),
+        helper.make_node("Gather", ["q.sizes", "query"], ["queries"]),
+        helper.make_node("Unsqueeze", ["queries", "first"], ["query1"]),
+        helper.make_node("Shape", ["k.t"], ["k.sizes"]),
+        helper.make_node("Slice", ["k.sizes", "second", "channels", "first"], ["keys1"]),
+        helper.make_node("Concat", ["ones", "query1", "keys1"], ["bias.sizes"], axis=0),
+        helper.make_node("Expand", ["bias4", "bias.sizes"], ["mask"]),
+        helper.make_node("Attention", ["q.h", "k.h", "v.h", "mask"], ["attended"], name="attention"),
         helper.make_node("Transpose", ["attended"], ["back"], perm=[2, 0, 1, 3]),
         helper.make_node("Reshape", ["back", "flat"], ["rows"]),
         helper.make_node("Gemm", ["rows", "out.t", "out.b"], ["projected"], transB=1, name="out"),

@@ -40,15 +40,22 @@ from mha_deploy.graph import attention_node as an
 from mha_deploy.graph.attention_node import is_attention, read_attention
 from mha_deploy.graph.fuse import fuse_attention
 from mha_deploy.graph.ir import (
+    NodeBuilder,
     constant,
     dims,
     infer_shapes,
     input_at,
+    input_with,
+    is_op,
     made_by,
     new_initializer,
     nodes_behind,
+    part_of,
     perm,
+    prefix_within,
+    prefixes_in,
     rank,
+    replace_node,
 )
 from mha_deploy.graph.mixed_precision import TYPE_BLIND
 from mha_deploy.options import OnName, Step, silent
@@ -145,6 +152,42 @@ def _drop_views(model: ir.Model) -> ir.Model:
         if source is not None and is_same:
             node.outputs[0].replace_all_uses_with(source)
     return model
+
+
+def _read_sizes_from_inputs(model: ir.Model) -> ir.Model:
+    """Read sizes from inputs that have them by name: no GEMM is left for its sizes, as those of a mask."""
+    taken = prefixes_in(model)
+    for node in list(model.graph):
+        wanted = _sizes_read(node)
+        found = [input_with(model.graph, size) for size in wanted.flat]
+        places = [each for each in found if each is not None]
+        if not places or len(places) < len(found):
+            continue
+        b = NodeBuilder(prefix_within(str(node.name), taken))
+        sizes = [b.size(*place) for place in places]
+        value = b.shape_of(*sizes) if len(sizes) > 1 else b.as_tensor(sizes[0])
+        replace_node(node, b, {0: value if wanted.ndim else b.op("Squeeze", value)})
+    return model
+
+
+_NO_SIZES = np.array([], object)
+
+
+def _sizes_read(node: ir.Node) -> np.ndarray:
+    """The sizes of a computed tensor that a node gives, of all axes or of some; empty for another node."""
+    shape = node if is_op(node, "Shape") else made_by(input_at(node, 0), "Shape")
+    source = input_at(shape, 0)
+    if shape is None or source is None or source.is_graph_input():
+        return _NO_SIZES
+    begin, end = shape.attributes.get_int("start", 0), shape.attributes.get_int("end", None)
+    sizes = np.array(dims(source)[begin:end], object)
+    if node is shape:
+        return sizes
+    indices = constant(input_at(node, 1)) if is_op(node, "Gather") else None
+    if indices is not None and len(sizes):
+        return np.asarray(sizes.take(indices.numpy()), object)
+    part = part_of(node.outputs[0]) if is_op(node, "Slice") else None
+    return _NO_SIZES if part is None or part.end is None else sizes[part.begin : part.end]
 
 
 def _joined(node: ir.Node) -> ir.Value:
@@ -386,7 +429,8 @@ def _opened(original: Original, data: Any, limit: int) -> tuple[Original, dict[s
             "The heads of a model with a KV cache cannot be removed.", got=original.name, hint=_CACHE_HINT
         )
     fused, _ = fuse_attention(original.model)
-    original = replace(original, model=_in_plain_form(original, _drop_views(prepared(fused))))
+    model = _read_sizes_from_inputs(_drop_views(prepared(fused)))
+    original = replace(original, model=_in_plain_form(original, model))
     found = {str(n.name): _heads_of(n) for n in original.model.graph if is_attention(n)}
     if not found:
         what = "No attention of the model is one Attention node."

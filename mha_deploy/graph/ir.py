@@ -152,6 +152,12 @@ def same_size(one: Dim, other: Dim) -> bool:
     return one is not None and one == other
 
 
+def input_with(graph: ir.Graph | ir.Function, size: Dim) -> tuple[ir.Value, int] | None:
+    """The first input of a graph that has a size by name, and on which axis."""
+    named = ((value, dims(value)) for value in graph.inputs if isinstance(size, str))
+    return next(((value, sizes.index(size)) for value, sizes in named if size in sizes), None)
+
+
 def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
     """The tensor of a `Constant` node, or of an initializer that is no graph input; else None."""
     if value is None:

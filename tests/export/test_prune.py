@@ -78,11 +78,17 @@ def test_what_changes_nothing_is_in_no_way(tmp_path):
 
 
 def test_columns_are_found_in_any_layout(tmp_path):
-    """In that of `nn.MultiheadAttention`: lengths first, and heads as a part of the batch."""
+    """In that of `nn.MultiheadAttention`: lengths first, and heads as a part of the batch.
+
+    The projection of all heads goes, although sizes of a mask are read from it.
+    """
     model = multihead(tmp_path / "twins.onnx", changed=with_twins())
     bundle = md.prune(model, tmp_path / "out", heads="auto", max_loss=1e-4, data=samples(3), **OPTIONS)
     assert bundle.manifest.attention[0]["Hq"] == HEADS - 1
     np.testing.assert_allclose(outputs(bundle.path / "source.onnx"), outputs(model), atol=1e-4)
+    held = onnx.load(bundle.path / "source.onnx").graph.initializer
+    shapes = sorted(tuple(each.dims) for each in held if len(each.dims) == 2)
+    assert shapes == [(WIDTH - SIZE, WIDTH), *[(WIDTH, WIDTH - SIZE)] * 3]
 
 
 def test_a_head_that_is_needed_does_not_go(tmp_path):

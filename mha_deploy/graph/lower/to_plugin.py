@@ -39,6 +39,7 @@ from mha_deploy.graph.ir import (
     graph_of_node,
     infer_shapes,
     input_at,
+    input_with,
     is_op,
     made_by,
     new_initializer,
@@ -112,11 +113,7 @@ class HeadsPlace(NamedTuple):
         it; else from the whole tensor, so that Splits of it become unused.
         """
         axis = 1 if rank(self.tensor) == 3 else 2
-        size = dim(self.tensor, axis)
-        for value in graph_of_node(call.node).inputs if isinstance(size, str) else ():
-            if size in dims(value):
-                return b.size(value, dims(value).index(size))
-        return b.size(self.tensor, axis)
+        return b.size(*(input_with(graph_of_node(call.node), dim(self.tensor, axis)) or (self.tensor, axis)))
 
 
 def place_of(value: ir.Value, heads: int, size: int) -> HeadsPlace:
