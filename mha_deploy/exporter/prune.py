@@ -417,7 +417,7 @@ def prune(
             got=f"{record.worst:.2g}, limit {max_loss:g}"
             if removed
             else f"{_unit_title(least, found)} alone: {alone[least]:.2g}, limit {max_loss:g}",
-            hint="a larger --max-loss, or more heads",
+            hint="a larger --max-loss" if heads == AUTO_HEADS else "a larger --max-loss, or more heads",
         )
     return Compression(model=model, record=record)
 
