@@ -177,7 +177,7 @@ def timed(folder: Path, name: str, kind: str) -> dict[str, float]:
     """Microseconds of an engine by sizes, in a process of its own."""
     md.configure(trust_code=True)
     bundle = md.open_bundle(bundle_folder(folder, name, kind))
-    with md.open_runner(bundle, backend=ENGINE) as runner:
+    with md.open_runner(bundle, runtime=ENGINE) as runner:
         return {sizes: runner.time(feeds).p50 for sizes, feeds in inputs_of(bundle, ROWS[name]).items()}
 
 
@@ -197,7 +197,7 @@ def measured(folder: Path, name: str, kind: str, count: int) -> list[dict[str, A
     times = by_sizes(timed, folder, name, kind, count=count)
     bundle = md.open_bundle(bundle_folder(folder, name, kind))
     engine = md.open_engine(bundle.path / "engines" / f"{ENGINE}.engine")
-    report = md.validate(bundle, backends=[ENGINE], latency=False, sweep=False)
+    report = md.validate(bundle, runtimes=[ENGINE], latency=False, sweep=False)
     found = engine.manifest.verdict.precision
     line = {
         "row": name, "runtime": f"engine {kind}", "version": engine.manifest.version,

@@ -58,7 +58,7 @@ def measured(folder: Path, shape: str, kind: str) -> list[dict[str, Any]]:
     bundle = md.open_bundle(out)
     engine = md.open_engine(out / "engines" / "int8-trial.engine")
     verdict = engine.manifest.verdict
-    report = md.validate(bundle, backends=["int8-trial"], latency=True, sweep=False)
+    report = md.validate(bundle, runtimes=["int8-trial"], latency=True, sweep=False)
     data = report.to_dict()
     points = (data["latency"] or {"points": []})["points"]
     rows = [row for point in points for row in point["rows"] if row["timing"]]

@@ -30,24 +30,24 @@ def main() -> int:
     md.configure(trust_code=True)
     bundle = md.export(chosen.model, chosen.out / chosen.model, precision="fp16", overwrite=True)
     try:
-        engine = md.build_engine(bundle, backend="tensorrt", version_compatible=True, overwrite=True)
+        engine = md.build_engine(bundle, runtime="tensorrt", version_compatible=True, overwrite=True)
     except md.DeployError as error:
         print(f"no version-compatible engine: {error.in_one_line}")
         return 1
     times: dict[str, float] = {}
-    for backend in RUNTIMES:
+    for runtime in RUNTIMES:
         try:
-            report = md.validate(bundle, backends=[backend], latency=True, sweep=False)
+            report = md.validate(bundle, runtimes=[runtime], latency=True, sweep=False)
         except md.DeployError as error:
-            print(f"{backend}: {error.in_one_line}")
+            print(f"{runtime}: {error.in_one_line}")
             continue
         data = report.to_dict()
-        name = data["parity"][0]["backend"] if data["parity"] else "nothing ran"
-        print(f"{backend}: {name}: {report.outcome}: {report.headline}")
+        name = data["parity"][0]["runtime"] if data["parity"] else "nothing ran"
+        print(f"{runtime}: {name}: {report.outcome}: {report.headline}")
         for point in data["latency"]["points"] if data["latency"] else ():
             for row in point["rows"]:
                 if row["timing"]:
-                    times[f"{backend} {point['case']}"] = row["timing"]["p50_us"]
+                    times[f"{runtime} {point['case']}"] = row["timing"]["p50_us"]
     for key, time in times.items():
         full = times.get(f"tensorrt {key.partition(' ')[2]}")
         over = f", {time / full - 1:+.1%} over the full runtime" if full else ""

@@ -22,7 +22,7 @@ from mha_deploy.graph.mutate import OF_QUANTIZATION, mutated_pairs
 from mha_deploy.judge import largest_share
 from mha_deploy.metrics import Budget
 from mha_deploy.options import ValidateOptions
-from mha_deploy.runtime import cpu_backend, open_runner
+from mha_deploy.runtime import cpu_runtime, open_runner
 from mha_deploy.validation.run import draw_cases
 from mha_deploy.validation.self_test import parity_from_runner
 
@@ -45,7 +45,7 @@ def shares(model: str, precision: str) -> dict[str, list[float]]:
         for mistake in OF_QUANTIZATION:
             places += [(mistake, place, wrong) for place, wrong in mutated_pairs(graph, mistake)]
         for mistake, place, wrong in places:
-            with open_runner(cpu_backend(bundle.manifest.precision), wrong) as runner:
+            with open_runner(cpu_runtime(bundle.manifest.precision), wrong) as runner:
                 report = parity_from_runner(runner, bundle, cases, budgets)
             share = largest_share(report.verdicts)
             found.setdefault(mistake, []).append(float("inf") if share is None else share)

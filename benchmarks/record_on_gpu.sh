@@ -29,9 +29,9 @@ built() { # name, options of build-engine
 }
 timed() { # name, baselines, more options of bench
   if [ $SECONDS -ge "$limit" ]; then missing+=("$1"); return; fi
-  local backends=(--backend plugin32) each started=$SECONDS
-  for each in $2; do backends+=(--backend "$each"); done
-  deploy bench "$folder/$1" "${backends[@]}" -o "$folder/bench-$1" --record "$lines" --trust-code "${@:3}" \
+  local runtimes=(--runtime plugin32) each started=$SECONDS
+  for each in $2; do runtimes+=(--runtime "$each"); done
+  deploy bench "$folder/$1" "${runtimes[@]}" -o "$folder/bench-$1" --record "$lines" --trust-code "${@:3}" \
     >> "$folder/bench-$1.log" 2>&1 || missing+=("$1 (see $folder/bench-$1.log)")
   echo "$1: $((SECONDS - started)) s"
 }

@@ -32,4 +32,4 @@ with md.open_runner(bundle) as runner:
 report = md.validate(bundle, steps=8, prompt=5, batch=2)
 print(f"{report.outcome}: {report.headline}")
 for trace in report.record.decode:
-    print(f"{trace.backend}: {trace.trace}: {trace.outcome}")
+    print(f"{trace.runtime}: {trace.trace}: {trace.outcome}")

@@ -57,4 +57,4 @@ bundle = md.export(model, Path(tempfile.mkdtemp()) / model.name, precision="fp16
 report = md.validate(bundle)
 print(f"{report.outcome}: {report.headline}")
 for trace in report.record.decode:
-    print(f"{trace.backend}: {trace.steps} steps, {trace.failed} of {trace.judged} results wrong")
+    print(f"{trace.runtime}: {trace.steps} steps, {trace.failed} of {trace.judged} results wrong")

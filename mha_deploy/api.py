@@ -612,7 +612,7 @@ def package(bundle: Bundle | StrPath, repository: StrPath, **options: Any) -> Pa
         ValidationFailed: The bundle failed its last validation, and allow_failed is not given.
 
     Examples:
-        >>> md.package("out/tiny", "out/models", backends=["ort-cpu"]).max_batch
+        >>> md.package("out/tiny", "out/models", runtimes=["ort-cpu"]).max_batch
         4
     """
     from mha_deploy.serving.triton import Packaging
@@ -624,7 +624,7 @@ def package(bundle: Bundle | StrPath, repository: StrPath, **options: Any) -> Pa
 
 
 @typed
-def open_runner(model: Any, backend: str | None = None) -> Runner:
+def open_runner(model: Any, runtime: str | None = None) -> Runner:
     """Load a model into a runtime; use the runner as a context manager.
 
     `runner.run(inputs)` takes and gives NumPy arrays by name; `runner.time(inputs)` measures the device time
@@ -635,7 +635,7 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
         model: An `Engine` or its `.engine` file, a `Bundle` or its folder, an ONNX file, an
             `onnx.ModelProto` or `onnx_ir.Model`, or a Polygraphy runner, which is activated if it is not. Or
             the URL of a served model, as `grpc://HOST:PORT/MODEL` or `http://HOST:PORT/MODEL`.
-        backend: For a bundle or an ONNX model: `ort-cpu`, `ort-cuda`, `ort-cuda-contrib` or `onnx-reference`;
+        runtime: For a bundle or an ONNX model: `ort-cpu`, `ort-cuda`, `ort-cuda-contrib` or `onnx-reference`;
             for a bundle also the name of an engine, or of a PyTorch baseline such as `eager`. default: ONNX
             Runtime on the CPU, or ONNX's reference evaluator if ONNX Runtime does not support the precision
             of the graph.
@@ -652,7 +652,7 @@ def open_runner(model: Any, backend: str | None = None) -> Runner:
     """
     from mha_deploy.validation.runtimes import open_any_runner
 
-    return open_any_runner(model, backend)
+    return open_any_runner(model, runtime)
 
 
 # -- Validation ------------------------------------------------------------------------------------
@@ -696,7 +696,7 @@ def validate(
         return Report(validate_server(_open(bundle), settings, report))
     from mha_deploy.runtime.child import ONNX_RUNTIME, prepare_child
 
-    if not (runners or settings.backends):
+    if not (runners or settings.runtimes):
         prepare_child(ONNX_RUNTIME)  # it imports its runtime while this process imports PyTorch
     from mha_deploy.runtime.runner import Runner
     from mha_deploy.validation.run import validate_bundle
@@ -795,7 +795,7 @@ def replay(line: StrPath, bundle: Bundle | StrPath | None = None, *, tolerance: 
 @typed
 def bisect(
     bundle: Bundle | StrPath,
-    backend: str | None = None,
+    runtime: str | None = None,
     *,
     graph: StrPath | None = None,
     names: Mapping[str, str] | None = None,
@@ -805,7 +805,7 @@ def bisect(
 
     Args:
         bundle: The bundle, or its folder.
-        backend: A runtime, or the name of an engine; default: the first engine that runs here, else a CPU
+        runtime: A runtime, or the name of an engine; default: the first engine that runs here, else a CPU
             runtime.
         graph: Another ONNX export of the same model, to look into in place of the bundle's own; values of the
             same name are compared.
@@ -823,18 +823,18 @@ def bisect(
     from mha_deploy.validation.fault import bisect
 
     path = None if graph is None else _path(graph)
-    return bisect(_open(bundle), backend, on_step or silent, path, names or {})
+    return bisect(_open(bundle), runtime, on_step or silent, path, names or {})
 
 
 @typed
 def self_test(
-    bundle: Bundle | StrPath, backend: str | None = None, *, on_step: OnStep | None = None
+    bundle: Bundle | StrPath, runtime: str | None = None, *, on_step: OnStep | None = None
 ) -> SelfTest:
     """Apply every mutation that fits to the graph of a bundle, and check that each mutation is detected.
 
     Args:
         bundle: The bundle, or its folder.
-        backend: The CPU runtime to run the mutated graphs in; default: as `open_runner`.
+        runtime: The CPU runtime to run the mutated graphs in; default: as `open_runner`.
         on_step: Called as each mutation begins.
 
     Returns:
@@ -850,7 +850,7 @@ def self_test(
     names, report = mutations(), on_step or silent
     return self_test(
         _open(bundle),
-        backend,
+        runtime,
         on_mutation=lambda name: report(Step("mutations", name), names.index(name), len(names)),
     )
 

@@ -119,7 +119,7 @@ def _install(extra: str) -> str:
 
 _ORT = f"{_install('ort')}  (or [ort-gpu], not both)"
 _TENSORRT, _RTX = ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"), ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12")
-_ONNX, _GPU = "check, validate --backend onnx-reference", "run and time on a GPU: validate, bench"
+_ONNX, _GPU = "check, validate --runtime onnx-reference", "run and time on a GPU: validate, bench"
 _LEAN = ("tensorrt-lean-cu13-bindings", "tensorrt-lean-cu12-bindings", "tensorrt-lean")
 _COMPATIBLE = "run version-compatible engines: 43 MB in place of gigabytes"
 _HERE, _ANYWHERE = "build-engine on this machine's GPU", "build-engine without a GPU"
@@ -131,7 +131,7 @@ RUNTIMES = (
         "onnxscript", "onnxscript", ("onnxscript",), "export", _install("export"), slow=True, verb=EXPORT
     ),
     RuntimePackage("ONNX", "onnx", ("onnx",), _ONNX, "pip install mha-deploy", slow=True, verb=VALIDATE),
-    RuntimePackage("ONNX Runtime", "onnxruntime", _ORTS, "validate --backend ort-cpu", _ORT, verb=VALIDATE),
+    RuntimePackage("ONNX Runtime", "onnxruntime", _ORTS, "validate --runtime ort-cpu", _ORT, verb=VALIDATE),
     RuntimePackage("TensorRT", "tensorrt", _TENSORRT, _HERE, _install("trt"), one_of=False),
     RuntimePackage("TensorRT lean", "tensorrt_lean_bindings", _LEAN, _COMPATIBLE, _install("lean"), False),
     RuntimePackage("TensorRT-RTX", "tensorrt_rtx", _RTX, _ANYWHERE, _install("rtx"), one_of=False),

@@ -121,7 +121,7 @@ class ParityReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     model: Annotated[str, means("name of the model")]
     precision: Annotated[str, means("precision of the graph")]
-    backend: Annotated[str, means("the runtime with its version")]
+    runtime: Annotated[str, means("the runtime with its version")]
     cases: Annotated[
         CaseKind,
         means(
@@ -138,7 +138,7 @@ class ParityReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __repr__(self) -> str:
         right = sum(each.outcome is Outcome.PASSED for each in self.verdicts)
-        return f"<ParityReport {self.outcome}: {right}/{len(self.verdicts)} outputs in {self.backend}>"
+        return f"<ParityReport {self.outcome}: {right}/{len(self.verdicts)} outputs in {self.runtime}>"
 
     @property
     def passed(self) -> bool:

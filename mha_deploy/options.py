@@ -249,11 +249,11 @@ OF_DEPLOY = ("backend", "targets", "allow_decomposed", "attention", "accumulate"
 class TimedOptions:
     """What is run and timed: of a validation and of a benchmark."""
 
-    backends: Sequence[str] = option(
+    runtimes: Sequence[str] = option(
         (),
-        "A backend to run: the name of an engine, ort-cuda, ort-cpu, onnx-reference, eager, sdpa-cudnn … "
+        "A runtime: the name of an engine, ort-cuda, ort-cpu, onnx-reference, eager, sdpa-cudnn … "
         "default: the graph, every engine that can run here, and the PyTorch baselines",
-        "--backend",
+        "--runtime",
         metavar="NAME",
     )
     engine: str | None = option(None, "Run only this engine. default: all engines of the bundle")
@@ -401,7 +401,7 @@ class ValidateOptions(TimedOptions):
 
 _ABOUT_DATA = ("metric", "data_limit", "logits", "resume")
 _OF_THIS_MACHINE = (
-    "backends",
+    "runtimes",
     "engine",
     "latency",
     "sweep",
@@ -471,11 +471,11 @@ class PackageOptions:
         "python: Triton's Python backend with a runtime of mha-deploy. tensorrt_plan: Triton's own TensorRT "
         "backend.",
     )
-    backends: Sequence[str] = option(
+    runtimes: Sequence[str] = option(
         (),
         "An engine to serve, one for each kind of GPU; with the variant python also a single runtime "
         "instead: ort-cuda, ort-cpu … default: the engines that run here, else ONNX Runtime",
-        "--backend",
+        "--runtime",
         metavar="NAME",
     )
     name: str | None = option(None, "Name of the model. default: the name of the bundle's model")
@@ -561,6 +561,7 @@ _KEYWORDS = {  # parameters of functions; the fields of records are found by the
     "kv-heads": ("kv_heads", int),
     "nvcc": ("nvcc", Path),
     "repeat": ("repeat", int),
+    "runtime": ("runtime", str),  # of `open_runner` and `bisect`; those of a validation are several
     "save-onnx": ("save_onnx", Path),
     "triton": ("repository", Path),
     "verify": ("verify", bool),

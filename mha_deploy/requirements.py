@@ -86,7 +86,7 @@ _RECORDS: Mapping[str, tuple[type, ...]] = {
 }
 # These name files, replace them, run code, or leave out what would be judged.
 _REFUSED = frozenset({
-    "weights", "overwrite", "backends", "engine", "url", "graphs", "engine_files", "names", "data", "metric",
+    "weights", "overwrite", "runtimes", "engine", "url", "graphs", "engine_files", "names", "data", "metric",
     "data_limit", "source", "resume", "requirements", "profiles", "name",
 })  # fmt: skip
 _WORDS: Mapping[Any, str] = {

@@ -134,7 +134,7 @@ WRONG_VALUES = [
     (lambda b, out: md.validate(b, fresh=-1), "from 0 to"),
     (lambda b, out: md.validate(b, fresh=True), "fresh="),
     (lambda b, out: md.validate(b, samples=10**5000), "from 100 to"),
-    (lambda b, out: md.validate(b, backends=[5]), "backends="),
+    (lambda b, out: md.validate(b, runtimes=[5]), "runtimes="),
     (lambda b, out: md.validate(b, require_run="yes"), "require_run=True"),
     (lambda b, out: md.validate(b, runners=5), "runners="),
     (lambda b, out: md.validate(b, requirements=5), "TOML"),
@@ -375,8 +375,8 @@ def test_one_string_is_a_list_of_one(tiny, tmp_path):
     for call in (
         lambda: md.export("tiny-mha", out, golden="strange"),
         lambda: md.prune("tiny-mha", out, heads=3, golden="strange"),
-        lambda: md.validate(tiny, backends="strange"),
-        lambda: md.package(tiny, out, backends="strange"),
+        lambda: md.validate(tiny, runtimes="strange"),
+        lambda: md.package(tiny, out, runtimes="strange"),
     ):
         with pytest.raises(md.DeployError) as refused:
             call()
@@ -412,7 +412,7 @@ def test_an_engine_is_built_and_opened(tiny, tmp_path):
     assert steps
     assert engine.manifest.ranges[0]["B"] == Axis(min=1, opt=2, max=2)
     with pytest.raises(md.DeployError, match="cannot be chosen"):
-        md.open_runner(engine, backend="ort-cpu")
+        md.open_runner(engine, runtime="ort-cpu")
 
 
 @pytest.mark.parametrize("kind", ["bundle", "folder", "file", "proto", "graph"])
@@ -425,8 +425,8 @@ def test_a_runner_is_opened_on_whatever_can_run(tiny, kind):
         "graph": lambda: ir.load(tiny.model_path),
     }[kind]()
     case = next(iter(golden_cases(tiny)))
-    backend = "onnx-reference" if kind == "graph" else None
-    with md.open_runner(given, backend) as runner:
+    runtime = "onnx-reference" if kind == "graph" else None
+    with md.open_runner(given, runtime) as runner:
         outputs = runner.run(case.inputs)
         with pytest.raises(md.DeployError, match="its time would say nothing"):
             runner.time(case.inputs)
@@ -458,10 +458,10 @@ def test_what_cannot_run_is_refused(tiny, tmp_path):
         md.open_runner(7)
     with pytest.raises(BundleError, match="no bundle"):
         md.open_runner(tmp_path)
-    with pytest.raises(md.DeployError, match="No such backend"):
-        md.open_runner(tiny, backend="nonsense")
+    with pytest.raises(md.DeployError, match="No such runtime"):
+        md.open_runner(tiny, runtime="nonsense")
     with pytest.raises(BackendUnavailable, match="no engine of that name"):
-        md.open_runner(tiny, backend="tensorrt")
+        md.open_runner(tiny, runtime="tensorrt")
 
 
 # -- Polygraphy ----------------------------------------------------------------------------------
@@ -525,8 +525,8 @@ def test_errors_of_a_polygraphy_runner_are_ours(polygraphy_runner, tmp_path):
 def test_a_report_is_text_data_and_a_page(tiny, tmp_path):
     steps = []
     report = md.validate(tiny, latency=False, on_step=lambda *step: steps.append(step))
-    backends = {run.backend for run in report.record.parity}
-    assert report.record.runtimes == {name: name.rpartition(" ")[0] for name in backends}
+    runtimes = {run.runtime for run in report.record.parity}
+    assert report.record.runtimes == {name: name.rpartition(" ")[0] for name in runtimes}
     assert report.passed
     assert "outputs within budget" in report.headline
     assert report.headline in repr(report)
@@ -541,9 +541,9 @@ def test_a_report_is_text_data_and_a_page(tiny, tmp_path):
     assert steps
 
 
-def test_a_backend_that_is_not_there_is_an_error(tiny):
-    with pytest.raises(md.DeployError, match="No such backend"):
-        md.validate(tiny, backends=["nonsense"])
+def test_a_runtime_that_is_not_there_is_an_error(tiny):
+    with pytest.raises(md.DeployError, match="No such runtime"):
+        md.validate(tiny, runtimes=["nonsense"])
     with pytest.raises(SpecError):
         md.load_model("tiny-mha", axes={"S": "1:2"})
 

@@ -85,7 +85,7 @@ def test_decode(run, name):
 
 def test_the_lines_of_decode(run, bundles, monkeypatch):
     bundle, validate = bundles("tiny-dynamic"), md.validate
-    quick = {"backends": ["ort-cpu"], "probe": False, "latency": False}
+    quick = {"runtimes": ["ort-cpu"], "probe": False, "latency": False}
     monkeypatch.setattr(md, "export", lambda *_, **__: bundle)
     monkeypatch.setattr(md, "validate", lambda bundle, **_: validate(bundle, **quick))
     printed = run("05_decode")

@@ -68,7 +68,7 @@ def test_so_it_is_with_every_kind_of_result(bundles, tmp_path, verb, kind):
     arguments = {
         "compare": (bundle, bundle),
         "validate": (bundle, *VALIDATE),
-        "package": (bundle, "--triton", tmp_path / "models", "--backend", "ort-cpu"),
+        "package": (bundle, "--triton", tmp_path / "models", "--runtime", "ort-cpu"),
         "analyze": ("tiny-mha",),
         "fuse": (graph, "-o", tmp_path / "out.onnx"),
     }.get(verb, (bundle,))
@@ -80,7 +80,7 @@ def test_so_it_is_with_every_kind_of_result(bundles, tmp_path, verb, kind):
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 TIMES = [round(random.Random(seed).uniform(0.0, 1.0), 3) for seed in range(8)]
-VALIDATE = ("--backend", "onnx-reference", "--no-report", "--no-probe", "--json")
+VALIDATE = ("--runtime", "onnx-reference", "--no-report", "--no-probe", "--json")
 
 
 @pytest.mark.sweep(5)
@@ -218,7 +218,7 @@ def test_little_memory_is_an_error_or_enough(bundles, memory):
     verb = (
         "validate",
         bundles("tiny-mha").path,
-        "--backend",
+        "--runtime",
         "onnx-reference",
         "--no-report",
         "--in-process",

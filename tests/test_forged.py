@@ -60,7 +60,7 @@ def noisy_oracle(folder, share):
 
 def passes(folder):
     try:
-        return md.validate(folder, backends=["onnx-reference"], latency=False, probe=False).passed
+        return md.validate(folder, runtimes=["onnx-reference"], latency=False, probe=False).passed
     except md.DeployError as error:
         assert error.exit_code == 2  # noqa: PT017 (a refusal is as good as a failed verdict)
         return False

@@ -104,7 +104,7 @@ def test_an_existing_folder_names_the_option_and_the_keyword(run_cli, tmp_path):
 
 
 def test_a_size_that_was_not_exported_names_the_axes(bundles):
-    with md.open_runner(bundles("tiny-mha"), backend="ort-cpu") as runner:
+    with md.open_runner(bundles("tiny-mha"), runtime="ort-cpu") as runner:
         feeds = {
             name: np.ones([99 if isinstance(dim, str) else dim for dim in info.dims], info.dtype)
             for name, info in runner.inputs.items()
@@ -145,7 +145,7 @@ def test_the_help_of_python_names_no_option_of_the_command_line(record):
         ("--axis S=1:8:64", 'axes={"S": "1:8:64"}'),
         ("--axis B=2 --axis S=16, or another", 'axes={"B": "2", "S": "16"}, or another'),
         ("--max-loss 0.01", "max_loss=0.01"),
-        ("--backend onnx-reference, or", 'backend="onnx-reference", or'),
+        ("--runtime onnx-reference, or", 'runtime="onnx-reference", or'),
         ("--attention auto: it", 'attention="auto": it'),
         ("--cudnn-include FOLDER", "cudnn_include=FOLDER"),
         ("--no-latency", "latency=False"),

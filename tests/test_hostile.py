@@ -185,8 +185,8 @@ def test_every_verb_takes_any_manifest(bundles, tmp_path, verb):
     folder = copy_of(bundles("tiny-dynamic"), tmp_path / "bundle")
     options = {
         "inspect": ["--verify"],  # else the manifest is shown as it is
-        "validate": ["--backend", "onnx-reference", "--no-report"],
-        "bisect": ["--backend", "onnx-reference"],
+        "validate": ["--runtime", "onnx-reference", "--no-report"],
+        "bisect": ["--runtime", "onnx-reference"],
     }
     check_manifest(folder, [verb, folder, *options.get(verb, ())])
 
@@ -370,7 +370,7 @@ def test_an_oracle_that_eager_misses_is_refused(folder, change):
     for entry in json.loads((folder / MANIFEST).read_text())["golden"]:
         edit_arrays(folder, change, entry["name"])
     with pytest.raises(md.DeployError, match="rounding explains"):
-        md.validate(folder, backends=["onnx-reference"], latency=False)
+        md.validate(folder, runtimes=["onnx-reference"], latency=False)
 
 
 @pytest.mark.parametrize("factor", [0.0, 1.5], ids=["zero", "1.5"])
@@ -396,7 +396,7 @@ def test_a_bundle_that_is_replaced_while_it_is_validated_is_refused(bundles, fol
             other.rename(folder)
 
     with pytest.raises(md.DeployError, match="replaced while"):
-        md.validate(folder, backends=["onnx-reference"], probe=False, latency=False, on_step=replace_it)
+        md.validate(folder, runtimes=["onnx-reference"], probe=False, latency=False, on_step=replace_it)
 
 
 # -- Engines ---------------------------------------------------------------------------------------
@@ -628,10 +628,10 @@ def test_the_code_that_a_bundle_names_does_not_run(evil):
 def test_no_verb_runs_the_code_of_a_bundle(evil):
     folder, mark = evil
     verbs = [
-        ("validate", folder, "--fresh", "1", "--no-report", "--backend", "onnx-reference"),
-        ("validate", folder, "--sweep", "--no-report", "--backend", "onnx-reference"),
-        ("bisect", folder, "--backend", "onnx-reference"),
-        ("validate", folder, "--backend", "eager", "--no-report"),
+        ("validate", folder, "--fresh", "1", "--no-report", "--runtime", "onnx-reference"),
+        ("validate", folder, "--sweep", "--no-report", "--runtime", "onnx-reference"),
+        ("bisect", folder, "--runtime", "onnx-reference"),
+        ("validate", folder, "--runtime", "eager", "--no-report"),
         ("inspect", folder),
     ]
     for verb, outcome in zip(verbs, all_forked(verbs, prepare=lambda number: without_trust()), strict=True):

@@ -162,7 +162,7 @@ def test_a_bundle_is_validated_without_torch(without_torch):
 def test_a_bundle_is_validated_with_nothing_but_onnx(without_runtimes):
     done = without_runtimes["validate"]
     assert done.code == 0, done.err
-    assert json.loads(done.out)["parity"][0]["backend"].startswith("onnx-reference")
+    assert json.loads(done.out)["parity"][0]["runtime"].startswith("onnx-reference")
 
 
 def test_export_without_torch_says_how_to_install_it(without_torch):

@@ -60,7 +60,7 @@ def test_a_name_that_is_no_part_of_a_path_is_refused(tmp_path, name):
 def test_such_a_name_is_refused_for_a_package(bundles, tmp_path, name):
     pytest.importorskip("tritonclient")
     with pytest.raises(md.DeployError):
-        md.package(bundles("tiny-gqa"), tmp_path / "models", name=name, backends=["ort-cpu"])
+        md.package(bundles("tiny-gqa"), tmp_path / "models", name=name, runtimes=["ort-cpu"])
     assert os.listdir(tmp_path) == []
 
 
@@ -395,8 +395,8 @@ COMMANDS = [
     ("analyze", "IT.toml"),
     ("analyze", "--hf", "IT"),
     ("analyze", "tiny-mha", "--heads", "out.png", "--inputs", "IT.npz"),
-    ("validate", "IT", "--backend", "ort-cpu"),
-    ("bisect", "IT", "--backend", "ort-cpu"),
+    ("validate", "IT", "--runtime", "ort-cpu"),
+    ("bisect", "IT", "--runtime", "ort-cpu"),
     ("build-engine", "IT"),
     ("compare", "IT.json", "GOOD"),
     ("compare", "IT#rtx", "IT#rtx"),
@@ -463,7 +463,7 @@ def package(bundles, tmp_path):
     pytest.importorskip("tritonclient")
 
     def make(**options):
-        return md.package(bundles("tiny-gqa"), tmp_path / "models", backends=["ort-cpu"], **options).path
+        return md.package(bundles("tiny-gqa"), tmp_path / "models", runtimes=["ort-cpu"], **options).path
 
     return make
 

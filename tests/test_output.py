@@ -520,7 +520,7 @@ def test_a_package_is_written_into_a_mounted_repository(bundles, tmp_path):
 
     def check():
         for overwrite in (False, True):
-            found = md.package(bundle, repository, backends=["ort-cpu"], overwrite=overwrite)
+            found = md.package(bundle, repository, runtimes=["ort-cpu"], overwrite=overwrite)
             assert (found.path / "config.pbtxt").is_file()
         assert os.listdir(repository) == ["tiny-gqa"]
 

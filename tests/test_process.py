@@ -246,10 +246,10 @@ def unpacked(bundles, hostile, mark):
 
 
 VERBS = {
-    "ort-cpu": ("validate", ".", "--backend", "ort-cpu", "--no-report", "--no-probe"),
-    "onnx-reference": ("validate", ".", "--backend", "onnx-reference", "--no-report", "--no-probe"),
-    "eager": ("validate", ".", "--backend", "eager", "--no-report", "--no-probe"),
-    "bisect": ("bisect", ".", "--backend", "ort-cpu"),
+    "ort-cpu": ("validate", ".", "--runtime", "ort-cpu", "--no-report", "--no-probe"),
+    "onnx-reference": ("validate", ".", "--runtime", "onnx-reference", "--no-report", "--no-probe"),
+    "eager": ("validate", ".", "--runtime", "eager", "--no-report", "--no-probe"),
+    "bisect": ("bisect", ".", "--runtime", "ort-cpu"),
     "bench": ("bench", ".", "--processes", "2", "--record", "record.jsonl"),
     "doctor": ("doctor", "--json"),
     "plugins": ("plugins", "list"),

@@ -9,7 +9,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.requirements import find_requirements, read_requirements, settable, template
 from mha_deploy.status import Kind
 
-QUICK = {"probe": False, "latency": False, "backends": ["ort-cpu"]}
+QUICK = {"probe": False, "latency": False, "runtimes": ["ort-cpu"]}
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_the_file_of_the_working_folder_sets_defaults_and_demands(bundles, proje
         '[models."tiny-gqa".require]\nmax_budget_share = 0.9\n'
         "[models.other.require]\nmax_budget_share = 0.01\n"
     )
-    quick = ("--no-probe", "--no-report", "--json", "--backend", "ort-cpu")
+    quick = ("--no-probe", "--no-report", "--json", "--runtime", "ort-cpu")
     data = json.loads(run_cli("validate", folder, *quick).out)
     fresh = [v["case"] for run in data["parity"] if run["cases"] == "fresh" for v in run["verdicts"]]
     assert [name.rpartition("seed")[2] for name in fresh] == ["5"]
@@ -60,7 +60,7 @@ def test_the_file_of_the_working_folder_sets_defaults_and_demands(bundles, proje
     "text",
     [
         "[validate]\nprobe = false",
-        "[validate]\nbackends = ['ort-cpu']",
+        "[validate]\nruntimes = ['ort-cpu']",
         "[validate]\ndata = 'evil.py:samples'",
         "[validate]\nmetric = 'evil.py:samples'",
         "[validate]\ntrust_code = true",
@@ -148,7 +148,7 @@ def test_init_writes_a_file_in_which_every_line_can_be_used(project, tmp_path, r
 
 def test_tables_of_models_of_which_none_is_this_one_are_named(bundles, project, run_cli):
     bundle = bundles("tiny-gqa").path
-    quick = ("--no-probe", "--no-latency", "--backend", "ort-cpu", "--no-report")
+    quick = ("--no-probe", "--no-latency", "--runtime", "ort-cpu", "--no-report")
     project('[models."tiny-gqaa".require]\nmax_budget_share = 0.001\n')
     done = run_cli("validate", bundle, *quick)
     assert "tiny-gqaa" in done.err

@@ -65,7 +65,7 @@ def test_every_verdict_has_a_kind_and_comes_back_from_json_as_it_was(kind):
     case, got = RESULTS[kind]
     verdicts = judge_case(case, got, FP16)
     assert [each.reason.kind for each in verdicts if each.reason] == ([kind] if kind else [])
-    report = parity_from_verdicts(verdicts, model="m", precision=FP16, backend="b")
+    report = parity_from_verdicts(verdicts, model="m", precision=FP16, runtime="b")
     assert msgspec.json.decode(msgspec.json.encode(report), type=ParityReport) == report
     worst = min((each.outcome for each in verdicts), key=RANKS.index)
     assert report.outcome is worst
@@ -107,7 +107,7 @@ def test_a_verdict_that_contradicts_itself_is_not_read(change):
 
 def test_the_outcome_of_a_report_follows_from_its_verdicts_whatever_a_file_claims():
     case, got = RESULTS[Kind.OUT_OF_BUDGET]
-    report = parity_from_verdicts(judge_case(case, got, FP16), model="m", precision=FP16, backend="b")
+    report = parity_from_verdicts(judge_case(case, got, FP16), model="m", precision=FP16, runtime="b")
     forged = msgspec.convert(msgspec.to_builtins(report) | {"outcome": "passed"}, ParityReport)
     assert forged.outcome is FAILED
 

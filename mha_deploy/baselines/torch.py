@@ -74,7 +74,7 @@ def explain_refusal(name: str, error: Exception, warnings: Iterable[str], *, com
         hint = "torch.compile needs Triton and a C compiler"
         return BackendUnavailable(f"{name} cannot compile the layer here.", got=first_line, hint=hint)
     return DeployError(
-        f"{name} failed on these inputs.", got=first_line, hint="smaller inputs, or another --backend"
+        f"{name} failed on these inputs.", got=first_line, hint="smaller inputs, or another --runtime"
     )
 
 
@@ -297,7 +297,7 @@ class UserModels:
             raise DeployError(
                 what,
                 got="no call of scaled_dot_product_attention",
-                hint="--backend eager, or call scaled_dot_product_attention in the module",
+                hint="--runtime eager, or call scaled_dot_product_attention in the module",
             )
         return _Flat(self._user.module, baseline.kernel if baseline.compiled else None)
 
@@ -540,6 +540,6 @@ def attention_alone(
         raise DeployError(
             "PyTorch refuses the case.",
             got=str(error).splitlines()[0],
-            hint="other sizes, or another --backend",
+            hint="other sizes, or another --runtime",
         ) from error
     return to_numpy(y)

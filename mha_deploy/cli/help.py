@@ -30,9 +30,9 @@ PANELS: dict[str, tuple[str, ...]] = {
         "candidates",
     ),
     "Engine": (
-        "backend", "backends", "engine", "engine_files", "graphs", "graph", "attention", "allow_decomposed",
-        "profiles", "name", "targets", "target", "version", "sm", "gqa", "optimization_level",
-        "workspace_mib", "version_compatible", "hardware_compatible",
+        "backend", "runtimes", "runtime", "engine", "engine_files", "graphs", "graph", "attention",
+        "allow_decomposed", "profiles", "name", "targets", "target", "version", "sm", "gqa",
+        "optimization_level", "workspace_mib", "version_compatible", "hardware_compatible",
         "weight_streaming", "refit", "timing_cache", "repeat", "gpu", "variant",
         "triton", "max_batch", "instances", "queue_delay_us", "sequences", "url", "clients", "requests",
         "timeout_s", "names", "jobs",
@@ -84,7 +84,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 """The values of an option that has a few."""
 # Names that mean something else there, or take fewer values.
 _OTHERWISE: dict[tuple[str, str], tuple[str, ...]] = {
-    ("bisect", "backend"): (),
     ("analyze", "attention"): (),
     ("analyze", "precision"): ("fp16", "bf16", "fp32"),
 }
@@ -171,7 +170,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "bisect": (
         ("bisect my-bundle", "the first wrong attention"),
-        ("bisect my-bundle --backend ort-cpu", "in ONNX Runtime"),
+        ("bisect my-bundle --runtime ort-cpu", "in ONNX Runtime"),
         ("bisect my-bundle --trust-code", "your module is the reference"),
     ),
     "bench": (

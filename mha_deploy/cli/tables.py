@@ -438,7 +438,7 @@ def parts_renderable(parts: Sequence[Found]) -> RenderableType:
 
 # -- A validation: the tables of its report --------------------------------------------------------
 
-# The most attentions that pass and are still listed one by one; failed decode steps; kernels of a backend.
+# The most attentions that pass and are still listed one by one; failed decode steps; kernels of a runtime.
 _MOST_LAYERS, _SHOWN_FAILURES, _SHOWN_KERNELS = 8, 4, 6
 _LEVELS = {"failure": "red", "warning": "yellow", "note": "dim"}
 
@@ -469,7 +469,7 @@ def report_renderable(
     alike = [[run] for run in runs] if verbose else group_by(runs, _mistakes)
     blocks += [block for group in alike for block in _alike_renderables(group, verbose=verbose)]
     blocks += [decode_renderable(report["decode"], verbose=verbose)] if report["decode"] else []
-    blocks += map(_invariance, group_by(report["invariance"], lambda check: check["backend"]))
+    blocks += map(_invariance, group_by(report["invariance"], lambda check: check["runtime"]))
     blocks += [_conformance(report["conformance"], verbose=verbose)] if report["conformance"] else []
     if report["latency"]:
         blocks.append(latency_renderable(report["latency"]["points"], kernels=verbose))
@@ -510,7 +510,7 @@ def _passed_renderable(run: Data) -> Text:
         what = plural(count, "attention")
     else:
         what = f"{plural(count, 'output')} of {run['cases']} cases"
-    return Text(f"passed  {run['backend']}: {what}{within}", style=_STYLES["good"])
+    return Text(f"passed  {run['runtime']}: {what}{within}", style=_STYLES["good"])
 
 
 def parity_renderable(run: Data, *, verbose: bool = True) -> RenderableType:
@@ -541,7 +541,7 @@ def _failed_renderable(run: Data) -> RenderableType:
     reasons = {tables.reason_words(verdict["reason"]) for verdict in run["verdicts"]}
     if len(reasons) == 1 and all(verdict["deviation"] is None for verdict in run["verdicts"]):
         what = f"{plural(len(run['verdicts']), 'output')} of {run['cases']} cases"
-        words = f"{Outcome(run['outcome']).upper()}  {run['backend']}: {what}: {reasons.pop()}"
+        words = f"{Outcome(run['outcome']).upper()}  {run['runtime']}: {what}: {reasons.pop()}"
         return Text(words, style=_STYLES[tables.MARKS[Outcome(run["outcome"])]])
     worst = sorted(run["verdicts"], key=lambda verdict: -(verdict["share"] or math.inf))
     worst, others = worst[:_SHOWN_FAILURES], worst[_SHOWN_FAILURES:]
@@ -566,7 +566,7 @@ def _alike_renderables(runs: Sequence[Data], *, verbose: bool) -> list[Renderabl
     for run in others:
         status, count = run["outcome"], len(_not_passed(run))
         what = "output" if count == 1 else f"{count} outputs"
-        words = f"{run['backend']}: the same {what} of {run['cases']} cases"
+        words = f"{run['runtime']}: the same {what} of {run['cases']} cases"
         lines.append(
             Text(f"{Outcome(status).upper()}  {words}", style=_STYLES[tables.MARKS[Outcome(status)]])
         )
@@ -619,7 +619,7 @@ def _decoded_renderable(report: Data) -> Text:
     """A trace that was decoded without a mistake, in a line."""
     within = "" if report["share"] is None else f" ≤ {budget_share(report['share'])} of the budget"
     steps = f"{plural(report['steps'], 'decode step')} in trace {report['trace']!r}"
-    return Text(f"passed  {report['backend']}: {steps}{within}", style=_STYLES["good"])
+    return Text(f"passed  {report['runtime']}: {steps}{within}", style=_STYLES["good"])
 
 
 def _invariance(checks: Sequence[Data]) -> Text:
@@ -636,7 +636,7 @@ def _invariance(checks: Sequence[Data]) -> Text:
         outcome = Outcome.of(check["outcome"] for check in judged)
         status = outcome.upper() if outcome is Outcome.FAILED else outcome.value
         style = _STYLES[tables.MARKS[outcome]]
-    return Text(f"{status}  {checks[0]['backend']}: invariance: {', '.join(parts)}{same}", style=style)
+    return Text(f"{status}  {checks[0]['runtime']}: invariance: {', '.join(parts)}{same}", style=style)
 
 
 def _conformance(found: Data, *, verbose: bool) -> RenderableType:
@@ -653,7 +653,7 @@ def _conformance(found: Data, *, verbose: bool) -> RenderableType:
 
 
 def latency_renderable(points: Sequence[Data], *, kernels: bool = True) -> RenderableType:
-    """The latency of every backend at every size, and the longest kernels."""
+    """The latency of every runtime at every size, and the longest kernels."""
     parts = [render(tables.latency_table(points))]
     if note := tables.without_graph(points):
         parts.append(Text(note, style="dim"))
@@ -700,8 +700,8 @@ def bisection_renderable(found: Bisection, *, verbose: bool = False) -> Renderab
     runs = plural(found.runs, "run")
     if found.wrong is None:
         words = "the outputs of every golden case that it takes are right: nothing to bisect"
-        return Group(head(found.outcome, words), Text(f"{found.model} on {found.backend}, {runs}"))
-    where = f"{found.model} on {found.backend}, case {found.case}, {runs}, against {found.reference}"
+        return Group(head(found.outcome, words), Text(f"{found.model} on {found.runtime}, {runs}"))
+    where = f"{found.model} on {found.runtime}, case {found.case}, {runs}, against {found.reference}"
     lines = [f"wrong output: {found.wrong}"]
     if found.first_wrong or found.last_right:
         last = f"the last right one is {found.last_right}" if found.last_right else "there is none before it"

@@ -381,14 +381,14 @@ def package(
     what = "sequences at a time: up to" if found.decodes else "batches up to"
     batch = f"{what} {found.max_batch}" if found.max_batch else "no batching"
     batch += f" ({found.unbatched})" if found.unbatched else ""
-    lines = [f"{found.path}: {found.variant}, run by {', '.join(found.backends)}, {batch}"]
+    lines = [f"{found.path}: {found.variant}, run by {', '.join(found.runtimes)}, {batch}"]
     lines += [f"  {file}" for file in found.files]
     if found.validated is None:
         lines.append(f"note: the bundle has no report: mha-deploy validate {shlex.quote(str(bundle))}")
     elif found.validated is Outcome.FAILED:
         lines.append("warning: the bundle failed its last validation")
     for name, why in found.left_out.items():
-        lines.append(f"note: engine {name} is not in it, since {why}; --backend {name} packages it")
+        lines.append(f"note: engine {name} is not in it, since {why}; --runtime {name} packages it")
     if triton.absolute().name == "triton":
         lines.append(
             "note: Python scripts that are started beside a folder `triton` take it for the package of that "
@@ -525,7 +525,7 @@ def validate(
     name = opened.manifest.spec.name
     if self_test:
         with show_steps(f"self-test {name}", LIBRARIES) as on_step:
-            tested = md.self_test(opened, next(iter(options["backends"]), None), on_step=on_step)
+            tested = md.self_test(opened, next(iter(options["runtimes"]), None), on_step=on_step)
 
         return Result(
             to_builtins(tested),
@@ -553,8 +553,8 @@ def validate(
 
 def _refuse_unused_by_self_test(options: ValidateOptions) -> None:
     """Refuse options that the self-test does not use: all of a validation but one CPU runtime."""
-    names = [name for name in options_of(ValidateOptions) if name != "backends"]
-    unused = given_of(options, names) + [f"--backend {name}" for name in options.backends[1:]]
+    names = [name for name in options_of(ValidateOptions) if name != "runtimes"]
+    unused = given_of(options, names) + [f"--runtime {name}" for name in options.runtimes[1:]]
     if unused:
         what = (
             "The self-test only mutates the graph, on the cases of the bundle: it does not use these options."
@@ -573,13 +573,13 @@ def _place_of_report(options: Mapping[str, Any]) -> Path:
 @verb(
     options_from(
         md.bisect,
-        backend=about(
+        runtime=about(
             "A runtime, or the name of an engine. default: the first engine that runs here, else a CPU "
             "runtime"
         ),
         graph=about(
             "Look into another ONNX export of the same model, in place of the bundle's graph: values of the "
-            "same name are compared. The backend is then a runtime, by default one on the CPU.",
+            "same name are compared. The runtime is then one of graphs, by default on the CPU.",
             metavar="FILE.onnx",
         ),
     )

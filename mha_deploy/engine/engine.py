@@ -692,7 +692,7 @@ def reasons_not_to_run(engine: Engine, *, import_tensorrt: bool = True) -> list[
     The version of TensorRT is that of the module, which is imported, or else of the installed package.
     """
     backend = engine.manifest.backend
-    if import_tensorrt and (lean := lean_backend(engine)):
+    if import_tensorrt and (lean := lean_runtime(engine)):
         return misfits(engine, _module_version(lean), first_gpu(), lean)
     if import_tensorrt:
         version = _module_version(backend)
@@ -703,7 +703,7 @@ def reasons_not_to_run(engine: Engine, *, import_tensorrt: bool = True) -> list[
     return [*misfits(engine, version, first_gpu()), *missing]
 
 
-def lean_backend(engine: Engine) -> str | None:
+def lean_runtime(engine: Engine) -> str | None:
     """The lean runtime that runs a version-compatible engine where TensorRT itself is not installed."""
     manifest = engine.manifest
     if not manifest.options.get("version_compatible") or _module_version(manifest.backend) is not None:
@@ -723,21 +723,19 @@ def _version_here(backend: str) -> str:
     return load(backend).version
 
 
-def misfits(
-    engine: Engine, backend_version: str | None, gpu: dict[str, str] | None, backend: str = ""
-) -> list[str]:
+def misfits(engine: Engine, version: str | None, gpu: dict[str, str] | None, lean: str = "") -> list[str]:
     """Why an engine cannot run with this version of its TensorRT and this GPU; empty where it can.
 
-    `backend` is a lean runtime in place of the TensorRT that built it.
+    `lean` is a lean runtime in place of the TensorRT that built it.
     """
     manifest, reasons = engine.manifest, []
     compatible = bool(manifest.options.get("version_compatible"))
-    if backend_version is None:
-        reasons.append(f"{backend or manifest.backend} is not installed here")
-    elif why := loads_plans_of(backend_version, manifest.version, compatible=compatible, lean=bool(backend)):
-        here = f"{backend} {backend_version}" if backend else backend_version
+    if version is None:
+        reasons.append(f"{lean or manifest.backend} is not installed here")
+    elif why := loads_plans_of(version, manifest.version, compatible=compatible, lean=bool(lean)):
+        here = f"{lean} {version}" if lean else version
         reason = f"it was built by {manifest.backend} {manifest.version}, here is {here}"
-        reasons.append(f"{reason}: {why}" if compatible or backend else reason)
+        reasons.append(f"{reason}: {why}" if compatible or lean else reason)
     if gpu is None:
         reasons.append("there is no NVIDIA GPU here")
     elif not _gpu_fits(manifest, gpu):
@@ -775,29 +773,29 @@ def _gpu_fits(manifest: EngineManifest, gpu: Mapping[str, str]) -> bool:
 # -- From an engine on disk to a runner, in a child process ----------------------------------------
 
 
-def open_engine_runner(engine: Engine, *, cuda_graph: bool = True, backend: str | None = None) -> Runner:
+def open_engine_runner(engine: Engine, *, cuda_graph: bool = True, runtime: str | None = None) -> Runner:
     """Load an engine into the TensorRT that built it; one that does not fit this machine is refused.
 
-    A version-compatible one is loaded by a lean runtime where that is requested as the `backend`, or where
+    A version-compatible one is loaded by a lean runtime where that is requested as the `runtime`, or where
     there is no other.
     """
-    backend, gpu = backend or lean_backend(engine) or engine.manifest.backend, first_gpu()
-    lean = backend if backend in LEAN else ""
-    if reasons := misfits(engine, _module_version(backend), gpu, lean):
-        hint = f"build one here: {build_command(_place_of_bundle(engine.path), '--backend', backend)}"
+    runtime, gpu = runtime or lean_runtime(engine) or engine.manifest.backend, first_gpu()
+    lean = runtime if runtime in LEAN else ""
+    if reasons := misfits(engine, _module_version(runtime), gpu, lean):
+        hint = f"build one here: {build_command(_place_of_bundle(engine.path), '--backend', runtime)}"
         if gpu is None:
             hint = "run it on a machine with a GPU that it was built for"
         elif lean:
             hint = f"{INSTALL[lean]}, in a version that loads it; or build-engine --version-compatible"
         raise BackendUnavailable(f"{engine.path.name} cannot run here.", got="; ".join(reasons), hint=hint)
-    title = backend if lean else load(backend).title
-    return open_isolated(backend, title, _open_here, engine, cuda_graph, backend)
+    title = runtime if lean else load(runtime).title
+    return open_isolated(runtime, title, _open_here, engine, cuda_graph, runtime)
 
 
-def _open_here(engine: Engine, cuda_graph: bool, backend: str | None = None) -> TensorRTRunner:
+def _open_here(engine: Engine, cuda_graph: bool, runtime: str | None = None) -> TensorRTRunner:
     """Load an engine that fits this machine, in this process."""
     manifest = engine.manifest
-    rt = load(backend or manifest.backend)
+    rt = load(runtime or manifest.backend)
     # The runtime inside a version-compatible engine is code, and is executed: only on request.
     host_code = bool(manifest.options.get("version_compatible"))
     if host_code:
@@ -837,26 +835,26 @@ def read_plan(path: Path) -> bytes:
         raise DeployError("The engine file cannot be read.", got=error, hint=hint) from error
 
 
-def open_plan(path: Path, backend: str | None = None) -> Runner:
+def open_plan(path: Path, runtime: str | None = None) -> Runner:
     """Load a plan that anything built; by default with the TensorRT whose plans begin like it."""
     found = backend_of_plan(path)
     if found is None:
         problem = "The file is not a TensorRT plan."
         hint = "a plan as `trtexec --saveEngine` writes it; an ONNX file with --graph"
         raise DeployError(problem, got=f"{path}, which begins with {_beginning(path)!r}", hint=hint)
-    backend = backend or found
-    title = backend if backend in LEAN else load(backend).title
+    runtime = runtime or found
+    title = runtime if runtime in LEAN else load(runtime).title
     if first_gpu() is None:
         hint = "validate on a machine with the GPU that it was built for"
         raise BackendUnavailable(f"{path.name} cannot run here.", got="there is no NVIDIA GPU", hint=hint)
     try:
-        return open_isolated(backend, title, _open_plan_here, backend, path, isolation.trust_code)
+        return open_isolated(runtime, title, _open_plan_here, runtime, path, isolation.trust_code)
     except EngineError as error:
         raise BackendUnavailable(error.what, got=error.got, hint=error.hint) from error
 
 
-def _open_plan_here(backend: str, path: Path, host_code: bool) -> TensorRTRunner:
-    return TensorRTRunner(load(backend), read_plan(path), host_code=host_code)
+def _open_plan_here(runtime: str, path: Path, host_code: bool) -> TensorRTRunner:
+    return TensorRTRunner(load(runtime), read_plan(path), host_code=host_code)
 
 
 # -- An engine in words ----------------------------------------------------------------------------

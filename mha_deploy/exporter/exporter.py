@@ -59,7 +59,7 @@ from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import Attention
 from mha_deploy.reference.inputs import call_arguments, fed_to, parameter_name, random_inputs, to_numpy
 from mha_deploy.reference.weights import read_weights
-from mha_deploy.runtime import available_cpu_backend, open_runner
+from mha_deploy.runtime import available_cpu_runtime, open_runner
 from mha_deploy.runtime.user_code import user_code, where_is
 
 _OPSETS = (23, 24)
@@ -231,7 +231,7 @@ class LayerSource(flow.ExportSource):
         super().check(path)
         self.step("run at two shapes")
         every = [case.sizes for case in plan_golden(self.spec, ("min", "odd")).cases]
-        with open_runner(available_cpu_backend(self.precision), path) as runner:
+        with open_runner(available_cpu_runtime(self.precision), path) as runner:
             for sizes in every:
                 feeds = fed_to(self.module, random_inputs(self.spec, sizes, seed=0))
                 got = runner.run({name: to_numpy(tensor) for name, tensor in feeds.items()})

@@ -375,9 +375,9 @@ def _measure_verdict(result: ModelResult) -> Measured:
 def _measure_errors(result: ModelResult, rebuilds: Mapping[str, Any]) -> Measured:
     """The error of every output, and the sizes that it was measured at."""
     for run in result.parity or ():
-        owner = _runtime(result, run.backend)
+        owner = _runtime(result, run.runtime)
         for each in run.verdicts or ():
-            noise = _rebuild_span(rebuilds.get(run.backend), "errors", f"{each.case}/{each.output}")
+            noise = _rebuild_span(rebuilds.get(run.runtime), "errors", f"{each.case}/{each.output}")
             share = replace(_share(owner, each, noise), cases=run.cases)
             yield "error", f"{owner}, {run.cases}: {each.case}/{each.output}", share
         for case, sizes in {each.case: each.sizes for each in run.verdicts or () if each.sizes}.items():
@@ -387,7 +387,7 @@ def _measure_errors(result: ModelResult, rebuilds: Mapping[str, Any]) -> Measure
 
 def _measure_decoding(result: ModelResult) -> Measured:
     for decoded in result.decode or ():
-        owner = _runtime(result, decoded.backend)
+        owner = _runtime(result, decoded.runtime)
         trace = f"{owner}: {decoded.trace}"
         yield "decode", trace, _share(owner, decoded)
         yield "coverage", f"{trace}, decode steps", _count(owner, decoded.steps)
@@ -400,7 +400,7 @@ def _measure_decoding(result: ModelResult) -> Measured:
 def _measure_checks(result: ModelResult) -> Measured:
     """Batch invariance, the semantics of masks, and the range of FP16."""
     for check in result.invariance or ():
-        owner = _runtime(result, check.backend)
+        owner = _runtime(result, check.runtime)
         subject = f"{owner}: {check.check} {check.case}, {check.detail or ''}".strip(" ,")
         yield "invariance", subject, _share(owner, check)
     for mask in result.conformance.rows if result.conformance else ():
@@ -415,7 +415,7 @@ def _measure_latency(result: ModelResult, names: Mapping[str, str], rebuilds: Ma
         place = sizes_text(point.sizes) + ("" if point.past is None else f", past {point.past}")
         for row in point.rows:
             name = names.get(row.name, row.name)
-            noise = _rebuild_span(rebuilds.get(row.backend), "times_us", point.case)
+            noise = _rebuild_span(rebuilds.get(row.runtime), "times_us", point.case)
             yield "latency", f"{name} at {place}", _time(name, row, noise)
             yield from (("latency", f"{name} at {place}, {tail}", each) for tail, each in _tails(name, row))
             if row.timing is not None and row.timing.memory_bytes:
@@ -495,9 +495,9 @@ def _environment(result: ModelResult, names: Mapping[str, str]) -> Iterator[tupl
         yield f"{name}: attention", engine.attention or ""
         yield f"{name}: plugins", ", ".join(engine.plugins or ())
     # A budget for accumulation in FP16 is wider: the same error is then judged less strictly.
-    kinds = {_runtime(result, run.backend): run.accumulation.type for run in result.parity or ()}
-    for backend, kind in kinds.items():
-        yield f"{backend}: accumulates in", kind
+    kinds = {_runtime(result, run.runtime): run.accumulation.type for run in result.parity or ()}
+    for runtime, kind in kinds.items():
+        yield f"{runtime}: accumulates in", kind
     here = result.environment
     if here is not None:
         yield "GPU", here.gpu.name if here.gpu else "none"
@@ -574,9 +574,9 @@ def _tails(owner: str, row: LatencyRowRecord) -> Iterator[tuple[str, Measurement
                 yield tail, Measurement("tail", owner, values, f"{short(value)} µs", **kind)
 
 
-def _runtime(result: ModelResult, backend: str) -> str:
+def _runtime(result: ModelResult, runtime: str) -> str:
     """A runtime's name without its version, which is what an upgrade changes."""
-    return (result.runtimes or {}).get(backend, backend)
+    return (result.runtimes or {}).get(runtime, runtime)
 
 
 def _rebuild_span(rebuilds: Any, figure: str, of: str = "") -> float:
@@ -1102,7 +1102,7 @@ def _old_names(old: ModelResult, new: ModelResult) -> dict[str, str]:
     for result in (old, new):
         kinds: dict[Any, list[str]] = {"": [each.name for each in result.engines or ()]}
         for subject in result.subjects or ():
-            kinds.setdefault((subject.kind, _runtime(result, subject.backend)), []).append(subject.name)
+            kinds.setdefault((subject.kind, _runtime(result, subject.runtime)), []).append(subject.name)
         sides.append(kinds)
     pairs = [(names, sides[1].get(kind, [])) for kind, names in sides[0].items()]
     return {theirs[0]: names[0] for names, theirs in pairs if len(names) == len(theirs) == 1}

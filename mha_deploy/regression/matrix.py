@@ -335,7 +335,7 @@ def _judge_cell(bundle: Bundle, trials: Sequence[Trial]) -> None:
             report = as_plain({**report_header(), "model": model_record(bundle), "engines": engines})
             trial.judged = CellStatus.NOT_VERIFIED, why, report
         else:  # the graph is the same in every cell: only the engine is judged, and timed
-            found = validate_bundle(bundle, ValidateOptions(backends=(engine.path.stem,), sweep=False))
+            found = validate_bundle(bundle, ValidateOptions(runtimes=(engine.path.stem,), sweep=False))
             trial.judged = CellStatus(found.outcome.value), found.headline, as_plain(found.record)
 
 

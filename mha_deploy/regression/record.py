@@ -125,7 +125,7 @@ def bench_lines(benches: Sequence[ModelBench], command: Sequence[str] | None = N
     shared, found = _shared(command), list[Line]()
     kept = ("calls_per_sample", "slots", "graph", "stable", "host_us", "memory_bytes", "why_no_graph")
     for bench in benches:
-        backends = {row.name: row.backend for point in bench.points for row in point.rows}
+        runtimes = {row.name: row.runtime for point in bench.points for row in point.rows}
         for point in bench.points:
             for row in point.rows:
                 data: dict[str, Any] = {"case": point.case, "sizes": dict(point.sizes), "past": point.past}
@@ -136,12 +136,12 @@ def bench_lines(benches: Sequence[ModelBench], command: Sequence[str] | None = N
                         "conditions": msgspec.structs.asdict(row.timing.conditions),
                         "kernels": [(k.name, k.calls, round(k.microseconds, 3)) for k in row.kernels],
                     }
-                data |= {"kind": "time", "backend": row.backend, "parity": _parity(row.refused)}
+                data |= {"kind": "time", "backend": row.runtime, "parity": _parity(row.refused)}
                 found.append(_line(bench, row.name, {**shared, **data}))
         for load in bench.throughput:
             rates = {key: getattr(load, key) for key in ("streams", "per_second", "p50_us", "p99_us")}
             data = {"case": load.case, "sizes": dict(load.sizes), "timing": rates, "kind": "throughput"}
-            data |= {"backend": backends[load.name], "parity": _parity(load.reason)}
+            data |= {"backend": runtimes[load.name], "parity": _parity(load.reason)}
             found.append(_line(bench, load.name, {**shared, **data}))
     return found
 
@@ -326,7 +326,7 @@ def replay_line(
         raise DeployError("The line was measured with another bundle.", got=got, hint=hint)
     sizes = ",".join(f"{axis}={size}" for axis, size in line.sizes.items())
     at = line.case if line.case in ("opt", "prefill", "decode") else sizes
-    timed = bench(bundle, at=[at], backends=[line.runtime], samples=len(line.samples_us))
+    timed = bench(bundle, at=[at], runtimes=[line.runtime], samples=len(line.samples_us))
     new = [each for each in bench_lines([timed]) if each.runtime == line.runtime]
     found = [each for each in new if (each.sizes, each.past) == (line.sizes, line.past)]
     if not found or found[0].p50 is None:

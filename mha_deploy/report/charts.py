@@ -294,7 +294,7 @@ def _bar(row: Data, scale: Scale, y: float, look: Look) -> Markup:
     whiskers = ((p50, y, p99, y), (p90, y - 3, p90, y + 3), (p99, y - 5, p99, y + 5))
     figures = ", ".join(f"{key} {short(timing[f'{key}_us'])} µs" for key in ("p50", "p90", "p99"))
     return titled(
-        f"{row['name']} ({row['backend']}): {figures}",
+        f"{row['name']} ({row['runtime']}): {figures}",
         text(scale.start - 20, y, truncated(row["name"], _NAME_WIDTH - 20), anchor="end"),
         mark(series.mark, scale.start - 10, y, series.css),
         tag("rect", class_=f"bar {series.css}", **shape),
@@ -422,10 +422,10 @@ def decode_curves(reports: Sequence[Data]) -> dict[str, Errors]:
         EAGER: max((report["eager_errors"] for report in reports), key=len, default=[])
     }
     for report in reports:
-        name, count = report["backend"], 1
+        name, count = report["runtime"], 1
         while name in curves:  # two engines of one TensorRT
             count += 1
-            name = f"{report['backend']} ({count})"
+            name = f"{report['runtime']} ({count})"
         curves[name] = report["errors"]
     return curves
 
@@ -433,7 +433,7 @@ def decode_curves(reports: Sequence[Data]) -> dict[str, Errors]:
 def decode_look(names: Sequence[str], latency: Data | None, look: Look) -> dict[str, Series]:
     """A look for every curve: that of its row in the charts of latency, else one that no row has."""
     points = latency["points"] if latency else []
-    rows = {row["backend"]: look[row["name"]] for point in points for row in point["rows"]}
+    rows = {row["runtime"]: look[row["name"]] for point in points for row in point["rows"]}
     known = {name: rows[name] for name in names if name in rows}
     if EAGER in names and "eager" in look:
         known[EAGER] = look["eager"]
@@ -580,7 +580,7 @@ def heatmap(data: Data, scale: Scale) -> Markup | None:
         text(_LEFT + _MAP_WIDTH, bottom + 28, truncated(data["columns"], 200), anchor="end", css="muted")
     )
     parts.append(text(0, bottom + 28, f"{truncated(data['rows'], 200)} ↓", css="muted"))
-    what = f"{data['backend']}, {data['case']}, {data['output']}"
+    what = f"{data['runtime']}, {data['case']}, {data['output']}"
     label = f"Error per {data['rows']} and {data['columns']}: {what}"
     return chart(_LEFT + _MAP_WIDTH + 16, bottom + 38, *parts, label=label, css="heatmap")
 

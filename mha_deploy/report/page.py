@@ -108,7 +108,7 @@ def _heatmaps(maps: Sequence[Data]) -> list[Part]:
         if (chart := charts.heatmap(each, scale)) is not None:
             note = f". {each['note'][:1].upper()}{each['note'][1:]}" if each["note"] else ""
             caption = f"{each['case']}, {each['output']}{note}"
-            figures.append({"name": each["backend"], "caption": caption, "chart": chart})
+            figures.append({"name": each["runtime"], "caption": caption, "chart": chart})
     if not figures:
         return [("text", "The maps have no cells.")]
     lead = "All maps share one scale. Numbers appear under the pointer."

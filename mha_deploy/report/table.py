@@ -47,7 +47,7 @@ class Cell:
     share: float | None = None  # A share of the budget, drawn as a bar
     note: str = ""  # further text, less prominent, which a terminal has no room for
     hint: str = ""  # text under the pointer
-    series: str = ""  # the name of a backend whose mark stands before the text
+    series: str = ""  # the name of a runtime whose mark stands before the text
     heat: str = ""  # a class of the style sheet that colors the cell of a heat map
     suffix: str = ""  # A sign behind the text
     span: int = 1  # how many columns it takes
@@ -93,7 +93,6 @@ COLUMNS = {
     "°C": "temperature of the GPU",
     "answered": "answered requests, of all that should be sent",
     "attention": "the Attention node or module, by name",
-    "backend": "the runtime, with its version",
     "bitwise": "whether the compared results are equal to the last bit",
     "budget used": "the largest of all errors as a share of its budget; more than 100% fails",
     "calls": "launches of the kernel in one call",
@@ -159,7 +158,7 @@ COLUMNS = {
     "requests/s": "answers per second of all clients together",
     "roofline bound": "shortest time in µs at the datasheet's peak rates; not a prediction",
     "run by": "the runtime that ran it",
-    "runtime": "the runtime",
+    "runtime": "the runtime by name, in some tables with its version",
     "sample": "the sample by name",
     "scaled": "largest attention score after scaling",
     "section": "what kind of property changed",
@@ -326,7 +325,7 @@ def parity_table(runs: Sequence[Data], explained: Sequence[Data] | None = None) 
             made = _verdict_rows(verdict, verdict["case"], sizes_text(verdict["sizes"]), verdict["output"])
             rows += made if explained is None or verdict in explained else made[:1]
         kind = run["accumulation"]["type"].upper()
-        title = f"{run['backend']}, {run['cases']} cases, budget for {kind} accumulation"
+        title = f"{run['runtime']}, {run['cases']} cases, budget for {kind} accumulation"
         groups.append(Group(title=title, rows=rows))
     headings = ("case", "verdict", "sizes", "!output" if several else "+output", *_ERRORS)
     return table("Error of every output, and its share of the budget", headings, groups=groups)
@@ -341,7 +340,7 @@ def layers_table(runs: Sequence[Data], explained: Sequence[Data] | None = None) 
             made = _verdict_rows(verdict, Cell(text=verdict["output"], status="code"))
             rows += made if explained is None or verdict in explained else made[:1]
         sizes = f" at {sizes_text(run['verdicts'][0]['sizes'])}" if run["verdicts"] else ""
-        groups.append(Group(title=f"{run['backend']}{sizes}", rows=rows))
+        groups.append(Group(title=f"{run['runtime']}{sizes}", rows=rows))
     headings = ("attention", "verdict", _ERRORS[0], *(f"+{name}" for name in _ERRORS[1:-1]), _ERRORS[-1])
     return table("Every attention by itself, against its own oracle", headings, groups=groups)
 
@@ -400,11 +399,11 @@ def decode_table(reports: Sequence[Data], most: int | None = None) -> Table:
         wrong = place_text(report["first_failed"], report["failed"])
         share = share_cell(report["share"], failed=report["outcome"] != Outcome.PASSED)
         growth = (number(report[key], times) for key in ("growth", "eager_growth"))
-        about = (report["backend"], outcome_cell(report["outcome"]), report["trace"], prompts)
+        about = (report["runtime"], outcome_cell(report["outcome"]), report["trace"], prompts)
         rows.append((*about, Cell(text=steps, order=report["steps"]), wrong, share, *growth))
         rows += decode_problems(report, most)
     figures = ("#steps", "first wrong|wrong at", "#budget used|used", "#growth", "#growth of eager|eager's")
-    headings = ("backend", "verdict", "!trace", "prompts", *figures)
+    headings = ("runtime", "verdict", "!trace", "prompts", *figures)
     return table("Decoding, by runtime and trace", headings, rows)
 
 
@@ -465,11 +464,11 @@ def invariance_table(checks: Sequence[Data]) -> Table:
         share = share_cell(check["share"], failed=check["outcome"] == Outcome.FAILED)
         if not check["case"]:  # there was nothing to compare, and the detail says why
             verdict, bitwise, share = Cell(text="not checked", status="none"), "", Cell(text=NOTHING)
-        what = (check["check"], verdict, check["detail"], check["backend"], check["case"])
+        what = (check["check"], verdict, check["detail"], check["runtime"], check["case"])
         rows.append((*what, bitwise, share))
         rows += [check["problem"]] if check["problem"] else []
     title = "Results that must not depend on other batch elements, batch sizes or profiles"
-    headings = ("what must not matter", "verdict", "compared", "backend", "case", "bitwise", "#budget used")
+    headings = ("what must not matter", "verdict", "compared", "runtime", "case", "bitwise", "#budget used")
     return table(title, headings, rows)
 
 
@@ -552,7 +551,7 @@ def data_table(found: Data) -> Table:
             name, value, original = metric["name"], metric["value"], metric["original"]
             own, theirs = distinct_figures(value, original)
             counts += f"; {name}: {own}, original {theirs}"
-        groups.append(Group(title=each["backend"], about=counts, rows=rows))
+        groups.append(Group(title=each["runtime"], about=counts, rows=rows))
     errors = ("#p50 error", "+#p90", "#p99", "#max", "#p99 of the original|original")
     headings = ("output", *errors, "#top-1", "#top-5", "#KL")
     return table(f"Your data: {found['source']}", headings, groups=groups)
@@ -566,7 +565,7 @@ def worst_table(found: Data, folder: Path | None = None) -> Table:
         for one in each["worst"]:
             share = share_cell(one["share"], failed=one["outcome"] == Outcome.FAILED)
             file, outcome = str(beside / one["file"]), outcome_cell(one["outcome"])
-            rows.append((each["runtime"], one["sample"], outcome, share, file))
+            rows.append((each["name"], one["sample"], outcome, share, file))
     headings = ("runtime", "sample", "verdict", "#budget used", "replay with --data")
     return table("Worst samples", headings, rows)
 
@@ -581,7 +580,7 @@ def subjects_table(subjects: Sequence[Data]) -> Table:
         hashed = (each["sha256"] or NOTHING)[:12]
         about = (renamed or NOTHING, ", ".join(types) or NOTHING, plan["fusion"], plan["precision"])
         why = "; ".join(map(engine_reason_text, plan.get("reasons", ()))) or NOTHING
-        rows.append((each["name"], each["kind"], each["backend"], hashed, *about, why))
+        rows.append((each["name"], each["kind"], each["runtime"], hashed, *about, why))
     headings = ("judged", "kind", "run by", "+SHA-256", "names", "types", "fusion", "precision", "reason")
     return table("What was judged in place of the bundle's own", headings, rows)
 
@@ -763,7 +762,7 @@ def latency_table(points: Sequence[Data]) -> Table:
     # GEMMs bound a prefill; memory and tokens are what counts in a decode step.
     prefill, decode = ("+", "") if decodes else ("", "+")
     headings = (
-        "backend", "#p50 µs", f"{prefill}#p90 µs|p90", "#p99 µs|p99", "#× eager", "#× best PyTorch|× best",
+        "runtime", "#p50 µs", f"{prefill}#p90 µs|p90", "#p99 µs|p99", "#× eager", "#× best PyTorch|× best",
         f"{prefill}#TFLOP/s", f"{decode}#GB/s", *(["#tokens/s"] if decodes else []), "#of roofline|roofline",
         "+#memory", "+#host µs", "+graph", "+stable", "+#SM MHz", "+#°C",
     )  # fmt: skip
@@ -774,11 +773,11 @@ def latency_table(points: Sequence[Data]) -> Table:
         work = f"{short(point['flops'] / 1e9)} GFLOP · {size(int(point['bytes']))}{bound}"
         rows = [_timing_row(row, len(headings), decodes=decodes) for row in point["rows"]]
         groups.append(Group(title=f"{name} {point_sizes(point)}".strip(), about=work, rows=rows))
-    return table("Latency of every backend at every size", headings, groups=groups)
+    return table("Latency of every runtime at every size", headings, groups=groups)
 
 
 def _timing_row(row: Data, width: int, *, decodes: bool) -> RawRow:
-    timing, name = row["timing"], Cell(text=row["name"], series=row["name"], hint=row["backend"])
+    timing, name = row["timing"], Cell(text=row["name"], series=row["name"], hint=row["runtime"])
     if timing is None:
         reason = f"not timed: {row['refused'] or 'no reason was given'}"
         return [name, Cell(text=reason, status="aside", span=width - 1)]
@@ -804,21 +803,21 @@ def _timing_row(row: Data, width: int, *, decodes: bool) -> RawRow:
 
 
 def kernels_table(point: Data) -> Table:
-    """The longest kernels of every backend at one size."""
+    """The longest kernels of every runtime at one size."""
     rows: list[Row] = []
     for row, kernel in ((each, kernel) for each in point["rows"] for kernel in each["kernels"]):
-        backend, name = Cell(text=row["name"], series=row["name"]), Cell(text=kernel["name"], status="code")
+        runtime, name = Cell(text=row["name"], series=row["name"]), Cell(text=kernel["name"], status="code")
         share = kernel["microseconds"] / row["timing"]["p50_us"] if row["timing"] else None
         calls, spent = number(kernel["calls"], "{:g}".format), number(kernel["microseconds"])
-        rows.append([backend, name, calls, spent, number(share, "{:.0%}".format)])
-    return table(f"Kernels at {point_sizes(point)}", ("backend", "kernel", "#calls", "#µs", "#of p50"), rows)
+        rows.append([runtime, name, calls, spent, number(share, "{:.0%}".format)])
+    return table(f"Kernels at {point_sizes(point)}", ("runtime", "kernel", "#calls", "#µs", "#of p50"), rows)
 
 
 # -- A benchmark at a glance -----------------------------------------------------------------------
 
 
 def overview_table(bench: Data) -> Table | None:
-    """A row for every model and size, a column for every backend; None where nothing was timed."""
+    """A row for every model and size, a column for every runtime; None where nothing was timed."""
     points = bench_points(bench)
     if not points:
         return None
@@ -855,7 +854,7 @@ def bench_points(bench: Data) -> list[tuple[Data, Data]]:
 
 
 def fastest(point: Data) -> str | None:
-    """The fastest backend at one size."""
+    """The fastest runtime at one size."""
     timed = [row for row in point["rows"] if row["timing"]]
     return min(timed, key=lambda row: row["timing"]["p50_us"])["name"] if timed else None
 

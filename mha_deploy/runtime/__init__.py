@@ -24,46 +24,46 @@ CPU_RUNNERS, GPU_RUNNERS = ("ort-cpu", "onnx-reference"), ("ort-cuda", "ort-cuda
 RUNNERS = CPU_RUNNERS + GPU_RUNNERS
 
 
-def open_runner(backend: str, model: Path | ir.Model) -> Runner:
+def open_runner(runtime: str, model: Path | ir.Model) -> Runner:
     """Load an ONNX graph into the requested runtime."""
-    if backend not in RUNNERS:
-        raise DeployError("No such backend.", got=backend, hint=nearest(backend, RUNNERS))
+    if runtime not in RUNNERS:
+        raise DeployError("No such runtime.", got=runtime, hint=nearest(runtime, RUNNERS))
     from mha_deploy.graph.file import packed_model
 
-    is_reference = backend == "onnx-reference"
+    is_reference = runtime == "onnx-reference"
     if not is_reference and not can_import("onnxruntime"):
-        hint = f'pip install "mha-deploy[{"ort" if backend == "ort-cpu" else "ort-gpu"}]"'
-        raise BackendUnavailable("ONNX Runtime is not installed.", got=backend, hint=hint)
+        hint = f'pip install "mha-deploy[{"ort" if runtime == "ort-cpu" else "ort-gpu"}]"'
+        raise BackendUnavailable("ONNX Runtime is not installed.", got=runtime, hint=hint)
     family = ONNX_REFERENCE if is_reference else ONNX_RUNTIME
     if isinstance(model, Path) or not isolation.enabled:
-        return open_isolated(family, backend, _open_graph, backend, model)
+        return open_isolated(family, runtime, _open_graph, runtime, model)
     with packed_model(model) as packed:
-        return open_isolated(family, backend, _open_graph, backend, packed)
+        return open_isolated(family, runtime, _open_graph, runtime, packed)
 
 
-def _open_graph(backend: str, model: Path | ir.Model | PackedModel) -> Runner:
+def _open_graph(runtime: str, model: Path | ir.Model | PackedModel) -> Runner:
     from mha_deploy.graph.file import PackedModel
 
     graph = model.unpacked() if isinstance(model, PackedModel) else model
-    if backend == "onnx-reference":
+    if runtime == "onnx-reference":
         from mha_deploy.runtime.onnx_reference import OnnxReferenceRunner
 
         return OnnxReferenceRunner(graph)
     from mha_deploy.runtime.ort import OrtCpuRunner, OrtCudaRunner
 
-    if backend == "ort-cpu":
+    if runtime == "ort-cpu":
         return OrtCpuRunner(graph)
-    return OrtCudaRunner(graph, dialect="onnx" if backend == "ort-cuda" else "contrib")
+    return OrtCudaRunner(graph, dialect="onnx" if runtime == "ort-cuda" else "contrib")
 
 
-def cpu_backend(precision: Precision) -> str:
+def cpu_runtime(precision: Precision) -> str:
     """The runtime that checks a graph on a CPU: ONNX Runtime, but it has no bfloat16 kernels."""
     return "onnx-reference" if precision.name == "bf16" else "ort-cpu"
 
 
-def available_cpu_backend(precision: Precision) -> str:
+def available_cpu_runtime(precision: Precision) -> str:
     """The same where it is installed, else ONNX's reference evaluator, which always is."""
-    return cpu_backend(precision) if can_import("onnxruntime") else "onnx-reference"
+    return cpu_runtime(precision) if can_import("onnxruntime") else "onnx-reference"
 
 
 def measure_ranges(model: Path | ir.Model, cases: Cases) -> Ranges:

@@ -289,7 +289,7 @@ class DeviceLoop(Closing):
     second pair, and they are swapped after every call; so are those of a dynamic cache, which grows in them.
     """
 
-    name: str  # the backend, with its version
+    name: str  # the runtime, with its version
     lengths: np.ndarray  # tokens of each batch element so far, int32 [B]
     most_tokens: int | None  # of a batch element in one call; None where only the cache limits them
 

@@ -111,7 +111,7 @@ def measure_throughput(
                     raise DeployError(
                         f"{runner.name} has no CUDA streams.",
                         got=runner.device,
-                        hint="a backend that runs on a GPU",
+                        hint="a runtime that runs on a GPU",
                     )
                 lanes.append(runner)
             found.append(_measure(lanes[:count], feeds))

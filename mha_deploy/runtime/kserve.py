@@ -147,7 +147,7 @@ class _ConfigTensor(msgspec.Struct):
 
 BUNDLE_PARAMETER = "mha_deploy_bundle_sha256"
 """The parameter of a served model that names the manifest of its bundle, by its hash."""
-RUNS_PARAMETER = "backends"  # the engines or the runtime of a packaged model
+RUNS_PARAMETER = "runtimes"  # the engines or the runtime of a packaged model
 _LONGEST_NAME = 200
 
 

@@ -104,7 +104,7 @@ def first_line(error: BaseException) -> str:
 MOVES_TRANSPOSES = "TransposeOptimizer"
 
 _NO_KERNEL = "ONNX Runtime has no CPU kernel for a node of this graph."
-_NO_BFLOAT16 = "--backend onnx-reference (ONNX Runtime's CPU kernels have no bfloat16)"
+_NO_BFLOAT16 = "--runtime onnx-reference (ONNX Runtime's CPU kernels have no bfloat16)"
 
 
 class OrtCpuRunner(Runner):
@@ -133,7 +133,7 @@ class OrtCpuRunner(Runner):
             raise DeployError(
                 "ONNX Runtime cannot load the graph.",
                 got=first_line(error),
-                hint="--backend onnx-reference, or another version of ONNX Runtime",
+                hint="--runtime onnx-reference, or another version of ONNX Runtime",
             ) from error
         self.title, self.name = "ort-cpu", f"ort-cpu {ort.__version__}"
         self.inputs, self.outputs = inputs_and_outputs(self._session)
@@ -201,7 +201,7 @@ def cannot_run(error: Exception, *, capture: bool) -> DeployError:
     return DeployError(
         "ONNX Runtime's CUDA provider cannot run the graph.",
         got=first_line(error),
-        hint="--backend ort-cpu, or another version of ONNX Runtime",
+        hint="--runtime ort-cpu, or another version of ONNX Runtime",
     )
 
 
@@ -279,7 +279,7 @@ def refuse_work_on_cpu(nodes: Iterable[tuple[str, str]], graph: ir.Model) -> Non
     if work:
         problem = "ONNX Runtime would run nodes on the CPU: its CUDA provider has no kernels for them."
         got = ", ".join(f"{operator} {name}".strip() for operator, name in work)
-        raise DeployError(problem, got=got, hint="another precision, another dialect, or --backend ort-cpu")
+        raise DeployError(problem, got=got, hint="another precision, another dialect, or --runtime ort-cpu")
 
 
 def _is_of_shapes(value: ir.Value | None) -> bool:

@@ -68,7 +68,7 @@ class Closing:
 class Runner(Closing, ABC):
     """A model loaded into one runtime; a context manager that owns the runtime's resources."""
 
-    name: str  # the backend, with its version
+    name: str  # the runtime, with its version
     title: str = ""  # the same without its version; default: the name
     inputs: Mapping[str, TensorInfo]
     outputs: Mapping[str, TensorInfo]
@@ -80,7 +80,7 @@ class Runner(Closing, ABC):
     can_decode: bool = False  # whether it keeps a KV cache on its device and has a `decode_loop`
     # Why a runtime without a time has none, and what has one.
     untimed: str = "checks a graph on the CPU; its time would say nothing about a GPU."
-    timed_by = "another --backend"
+    timed_by = "another --runtime"
 
     @abstractmethod
     def _run(self, feeds: Arrays) -> dict[str, np.ndarray]:
@@ -196,5 +196,5 @@ def foreign_errors(problem: str, line: Callable[[Exception], str] = error_line) 
         raise
     except Exception as error:
         raise DeployError(
-            problem, got=line(error), hint="another --backend, or --in-process to see where"
+            problem, got=line(error), hint="another --runtime, or --in-process to see where"
         ) from error

@@ -47,12 +47,12 @@ class ServedModel:
 
     Args:
         folder: The version folder of a model repository, with the bundle inside.
-        backends: A runtime, or engines by name, of which the first that fits this machine is loaded.
+        runtimes: A runtime, or engines by name, of which the first that fits this machine is loaded.
         batched: Whether the first dimension of every tensor is the batch.
         sequences: How many sequences have a KV cache at a time.
     """
 
-    def __init__(self, folder: Path, backends: Sequence[str], *, batched: bool, sequences: int = 0) -> None:
+    def __init__(self, folder: Path, runtimes: Sequence[str], *, batched: bool, sequences: int = 0) -> None:
         bundle = open_bundle(folder / BUNDLE, verify=False)  # golden cases stay behind
         for name, entry in bundle.manifest.files.items():
             path = bundle.file(name)
@@ -62,7 +62,7 @@ class ServedModel:
             os.environ[ENVIRONMENT] = str(folder / PLUGINS)
         isolation.enabled = False  # the server gives every instance a process of its own
         self.spec, self._batched = bundle.manifest.spec, batched
-        self.runner = _open(bundle, backends)
+        self.runner = _open(bundle, runtimes)
         cached = self.spec.kv_cache is not None
         self._caches = SequenceCaches(self.runner, self.spec, sequences) if cached else None
 
@@ -98,17 +98,17 @@ class ServedModel:
         self.runner.close()
 
 
-def _open(bundle: Bundle, backends: Sequence[str]) -> Runner:
+def _open(bundle: Bundle, runtimes: Sequence[str]) -> Runner:
     finder = RuntimeFinder(bundle)
-    if len(backends) == 1 and backends[0] in RUNNERS:
-        return finder.named(backends[0]).open()
+    if len(runtimes) == 1 and runtimes[0] in RUNNERS:
+        return finder.named(runtimes[0]).open()
     reasons = []
-    for engine in (engine for engine in finder.engines if engine.path.stem in backends):
+    for engine in (engine for engine in finder.engines if engine.path.stem in runtimes):
         if not (found := reasons_not_to_run(engine)):
             return finder.named(engine.path.stem).open()
         reasons.append(f"{engine.path.stem}: {'; '.join(found)}")
-    got = " | ".join(reasons) or f"no engine named {', '.join(backends)}"
-    hint = "build one on such a GPU and package it too, or package --backend ort-cuda"
+    got = " | ".join(reasons) or f"no engine named {', '.join(runtimes)}"
+    hint = "build one on such a GPU and package it too, or package --runtime ort-cuda"
     raise BackendUnavailable("No packaged engine can run here.", got=got, hint=hint)
 
 
@@ -330,7 +330,7 @@ class TritonPythonModel:
         self._outputs = [each["name"] for each in config["output"]]
         self._model = ServedModel(
             Path(args["model_repository"]) / args["model_version"],
-            settings["backends"].split(","),
+            settings["runtimes"].split(","),
             batched=int(config.get("max_batch_size", 0)) > 0,
             sequences=int(settings.get("sequences", "0")),
         )

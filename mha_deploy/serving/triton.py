@@ -47,7 +47,7 @@ from mha_deploy.output import (
     temporary_folder,
 )
 from mha_deploy.requirements import REQUIRED
-from mha_deploy.runtime import GPU_RUNNERS, RUNNERS, available_cpu_backend, open_runner
+from mha_deploy.runtime import GPU_RUNNERS, RUNNERS, available_cpu_runtime, open_runner
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.kserve import BUNDLE_PARAMETER, INSTALL, RUNS_PARAMETER, served_name
 from mha_deploy.serving.backend import BUNDLE, PLUGINS
@@ -72,7 +72,7 @@ __all__ = ["TritonPythonModel"]
 
 _README = """# {package.name}
 
-{model}, packaged by mha-deploy for Triton's {package.options.variant} backend; it is run by {backends}.
+{model}, packaged by mha-deploy for Triton's {package.options.variant} backend; it is run by {runtimes}.
 All commands are for the folder that holds `{package.repository.name}`.
 
 ```bash
@@ -119,7 +119,7 @@ class Package:
 
     path: Path
     variant: str
-    backends: tuple[str, ...]
+    runtimes: tuple[str, ...]
     max_batch: int
     command: str
     files: tuple[str, ...] = ()
@@ -153,8 +153,8 @@ class Packaging:
             raise DeployError("This cannot be the name of a model.", got=self.name, hint=hint)
         self.validated = self._refuse_failed()
         self.engines, self.runtime = self._choose()
-        self.backends = (self.runtime,) if self.runtime else tuple(each.path.stem for each in self.engines)
-        others = [] if options.backends or self.engines else RuntimeFinder(bundle).engines
+        self.runtimes = (self.runtime,) if self.runtime else tuple(each.path.stem for each in self.engines)
+        others = [] if options.runtimes or self.engines else RuntimeFinder(bundle).engines
         self.left_out = {each.path.stem: "; ".join(reasons_not_to_run(each)) for each in others}
         self.on_gpu = bool(self.engines) or self.runtime in GPU_RUNNERS
         if options.variant == PYTHON and bundle.manifest.precision.name == "bf16":
@@ -178,7 +178,7 @@ class Packaging:
 
     def _choose(self) -> tuple[list[Engine], str | None]:
         """The engines, or the runtime of the graph."""
-        found, wanted = RuntimeFinder(self.bundle).engines, self.options.backends
+        found, wanted = RuntimeFinder(self.bundle).engines, self.options.runtimes
         by_name, is_plan = {engine.path.stem: engine for engine in found}, self.options.variant == PLAN
         unknown = [name for name in wanted if name not in by_name]
         if wanted and not unknown:
@@ -201,7 +201,7 @@ class Packaging:
             return usable, None
         if find_gpu() is not None and can_import("onnxruntime"):
             return [], "ort-cuda"
-        return [], available_cpu_backend(self.bundle.manifest.precision)
+        return [], available_cpu_runtime(self.bundle.manifest.precision)
 
     # -- what cannot be served -------------------------------------------------------------------
 
@@ -245,7 +245,7 @@ class Packaging:
             capability = (manifest.gpu or {}).get("compute_cap", "")
             if capability in capabilities:
                 got = f"{capabilities[capability]} and {name}: {capability}"
-                hint = "name one of them with --backend"
+                hint = "name one of them with --runtime"
                 raise DeployError("Two engines are for the same compute capability.", got=got, hint=hint)
             capabilities[capability] = name
         versions = {engine.manifest.version for engine in self.engines}
@@ -269,7 +269,7 @@ class Packaging:
             return None, f"no golden case has two elements of axis {axis}, which comes first"
         alone = {tensor.name for tensor in self.spec.inputs if tensor.dims[:1] == (axis,)}
         precision = self.bundle.manifest.precision
-        with open_runner(available_cpu_backend(precision), self.bundle.model_path) as runner:
+        with open_runner(available_cpu_runtime(precision), self.bundle.model_path) as runner:
             for at in range(case.sizes[axis]):
                 part = {key: x[at : at + 1] if key in alone else x for key, x in case.inputs.items()}
                 for name, got in runner.run(part).items():
@@ -380,7 +380,7 @@ class Packaging:
             replace_keeping(new, place, replaced)
         shown = self.repository / self.name
         why = "" if self.max_batch else self._why_unbatched() or ""
-        about = (shown, self.options.variant, self.backends, self.max_batch, command, tuple(files))
+        about = (shown, self.options.variant, self.runtimes, self.max_batch, command, tuple(files))
         return Package(
             *about,
             unbatched=why,
@@ -428,11 +428,11 @@ class Packaging:
         group.kind = group.KIND_GPU if self.on_gpu else group.KIND_CPU
         if options.variant == PLAN:
             config.platform, config.backend = PLAN, "tensorrt"
-            config.parameters[RUNS_PARAMETER].string_value = ",".join(self.backends)
+            config.parameters[RUNS_PARAMETER].string_value = ",".join(self.runtimes)
             self._add_plans(config, version, group)
         else:
             config.backend = PYTHON
-            config.parameters[RUNS_PARAMETER].string_value = ",".join(self.backends)
+            config.parameters[RUNS_PARAMETER].string_value = ",".join(self.runtimes)
             self._copy_bundle(version)
         for library in self.libraries:
             copy_file(library, version / PLUGINS / library.name)
@@ -540,7 +540,7 @@ class Packaging:
         text = _README.format(
             package=self,
             model=f"{self.spec.name} {self.bundle.manifest.precision.name}",
-            backends=", ".join(self.backends),
+            runtimes=", ".join(self.runtimes),
             bundle=shlex.quote(os.path.relpath(self.bundle.path, self.repository.absolute().parent)),
             needs=f"with {' and '.join(needs)} inside" if needs else "of your choice",
             gpus=" --gpus all" if self.on_gpu else "",

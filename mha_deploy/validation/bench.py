@@ -84,8 +84,8 @@ def bench_bundle(
     options = options or BenchOptions()
     open_gpu()  # what follows takes a while: say now that there is nothing to time on
     finder, spec = RuntimeFinder(bundle, engine=options.engine), bundle.manifest.spec
-    if options.backends:
-        found = [finder.named(name) for name in dict.fromkeys(options.backends)]
+    if options.runtimes:
+        found = [finder.named(name) for name in dict.fromkeys(options.runtimes)]
     else:  # behind a cache, ONNX Runtime's own attention operator is the one that people run
         cuda = ("ort-cuda",) if spec.cache == "none" else ("ort-cuda", "ort-cuda-contrib")
         found = [*finder.baselines(), *map(finder.named, cuda), *finder.running_engines()]
@@ -98,7 +98,7 @@ def bench_bundle(
         timing=TimingPlan(samples=options.samples, load_ms=500),
         kernels=options.kernels,
     )
-    evaluated, rows = evaluate.evaluate_all(found, plan, on_step, strict=bool(options.backends))
+    evaluated, rows = evaluate.evaluate_all(found, plan, on_step, strict=bool(options.runtimes))
     loads = list[ThroughputRecord]()
     for runtime, timed in zip(found, rows, strict=True) if options.streams else ():
         for case in plan.timed:

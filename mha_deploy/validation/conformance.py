@@ -557,8 +557,8 @@ def mask_columns(precision: Precision) -> dict[str, Column | str]:
             columns[name if device == "cpu" else f"{name} {device}"] = torch_column(path, device)
         else:
             columns[name] = "PyTorch is not installed"
-    for backend in ("onnx-reference", "ort-cpu", "ort-cuda"):
-        columns[backend] = graph_column(partial(open_runner, backend), "onnx")
+    for runtime in ("onnx-reference", "ort-cpu", "ort-cuda"):
+        columns[runtime] = graph_column(partial(open_runner, runtime), "onnx")
     return {**columns, "tensorrt": _tensorrt_column(precision)}
 
 

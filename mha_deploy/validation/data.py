@@ -95,8 +95,8 @@ class WorstSample(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class DataRuntime(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One runtime on all samples."""
 
-    runtime: Annotated[str, means("name of the runtime")]
-    backend: Annotated[str, means("the same with its version")]
+    name: Annotated[str, means("name of the runtime")]
+    runtime: Annotated[str, means("the same with its version")]
     outcome: Annotated[Outcome, means("the outcome of all samples together")]
     samples: Annotated[int, means("samples that it ran")]
     failed: Annotated[int, means("how many of them are wrong")]
@@ -508,8 +508,8 @@ def _conclude(tally: _Tally, measure: Metric | None, files: dict[str, Sample]) -
             )
         )
     return DataRuntime(
-        runtime=tally.runtime.name,
-        backend=tally.runner.name,
+        name=tally.runtime.name,
+        runtime=tally.runner.name,
         outcome=Outcome.of(outcomes),
         samples=len(ran),
         failed=sum(each.outcome is Outcome.FAILED for each in ran),

@@ -50,7 +50,7 @@ class DecodeRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     model: Annotated[str, means("name of the model")]
     precision: Annotated[str, means("precision of the graph")]
-    backend: Annotated[str, means("the runtime with its version")]
+    runtime: Annotated[str, means("the runtime with its version")]
     trace: Annotated[str, means("name of the trace: from the bundle, or drawn on request")]
     outcome: Annotated[Outcome, means("whether every step was run and is right")]
     prompt: Annotated[tuple[int, ...], means("tokens of the prompt of every batch element")]
@@ -96,7 +96,7 @@ class DecodeReport:
 
     model: str  # name of the model
     precision: str  # its precision
-    backend: str  # the runtime, with its version
+    runtime: str  # the runtime, with its version
     trace: str  # name of the trace
     prompt: tuple[int, ...]  # length of the prompt of every batch element
     steps: int  # how many single tokens were to follow
@@ -137,7 +137,7 @@ class DecodeReport:
         return DecodeRecord(
             model=self.model,
             precision=self.precision,
-            backend=self.backend,
+            runtime=self.runtime,
             trace=self.trace,
             outcome=self.outcome,
             steps=self.steps,
@@ -236,7 +236,7 @@ class HostDecodeLoop:
             raise DeployError(
                 f"{self.name} did not return {', '.join(missing)}.",
                 got=sorted(results),
-                hint="another --backend, or bisect to see where",
+                hint="another --runtime, or bisect to see where",
             )
         for each in cache.tensors:
             before, after = self._held[each.input], results[each.output]
@@ -317,8 +317,8 @@ def run_decode_loop(
 class _DecodeRun:
     """One pass through a trace."""
 
-    def __init__(self, backend: str, trace: DecodeTrace, spec: ModelSpec, precision: Precision) -> None:
-        self.backend, self.trace, self.spec, self.precision = backend, trace, spec, precision
+    def __init__(self, runtime: str, trace: DecodeTrace, spec: ModelSpec, precision: Precision) -> None:
+        self.runtime, self.trace, self.spec, self.precision = runtime, trace, spec, precision
         self.axes = trace.cache.outputs  # by output, the axis of its tokens
         self.calls = [self._call(step) for step in range(1 + trace.steps)]  # the prefill and the steps
         self.found: list[list[OutputVerdict]] = []  # the verdicts on those that were run
@@ -452,7 +452,7 @@ class _DecodeRun:
         return DecodeReport(
             model=self.spec.name,
             precision=self.precision.name,
-            backend=self.backend,
+            runtime=self.runtime,
             trace=trace.name,
             prompt=tuple(trace.prompt.tolist()),
             steps=trace.steps,

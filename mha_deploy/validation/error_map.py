@@ -111,7 +111,7 @@ class OutputProjection:
 class Heatmap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The error of one output of one case."""
 
-    backend: Annotated[str, means("the runtime with its version")]
+    runtime: Annotated[str, means("the runtime with its version")]
     case: Annotated[str, means("name of the case")]
     output: Annotated[str, means("name of the output")]
     rows: Annotated[str, means("what a row is: `head` or `channel group`")]
@@ -124,7 +124,7 @@ class Heatmap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def heatmap(
-    backend: str, case: GoldenCase, output_name: str, got: np.ndarray, projection: OutputProjection | None
+    runtime: str, case: GoldenCase, output_name: str, got: np.ndarray, projection: OutputProjection | None
 ) -> Heatmap:
     """Map the error of one output."""
     oracle = case.oracle[output_name]
@@ -153,7 +153,7 @@ def heatmap(
         counts = np.diff(np.append(starts, squares.shape[1]))
         values = np.sqrt(np.add.reduceat(squares, starts, axis=1) / counts)
     values = values / (math.sqrt(np.mean(np.square(truth))) or 1.0)
-    about: dict[str, Any] = {"backend": backend, "case": case.name, "output": output_name, "note": note}
+    about: dict[str, Any] = {"runtime": runtime, "case": case.name, "output": output_name, "note": note}
     plain = tuple(tuple(x if math.isfinite(x) else None for x in row) for row in values.tolist())
     return Heatmap(**about, rows=rows, values=plain, bin=size)
 

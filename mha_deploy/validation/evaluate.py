@@ -44,7 +44,7 @@ class LatencyRow:
     """The time of one runtime at one point, or why it has none."""
 
     name: str  # the runtime
-    backend: str  # the runner's own name, with its version
+    runtime: str  # the runner's own name, with its version
     family: Family  # whose it is
     timing: Timing | None = None  # the time
     refused: Reason | None = None  # why there is no time
@@ -78,7 +78,7 @@ class LatencyPoint:
         rows = (
             LatencyRowRecord(
                 name=row.name,
-                backend=row.backend,
+                runtime=row.runtime,
                 family=row.family,
                 refused=None if row.refused is None else reason_text(row.refused),
                 reason=row.refused,
@@ -217,7 +217,7 @@ class Evaluation:
     """What came out for one runtime."""
 
     runtime: Runtime  # what was run
-    backend: str  # the runner's own name, with its version
+    runner: str  # the runner's own name, with its version
     # What has verdicts, such as the runner, by name: the same without its version
     titles: Mapping[str, str] = field(default_factory=dict)
     # The cases it was judged on, by kind
@@ -235,7 +235,7 @@ class Evaluation:
     def label(self) -> str:
         """The runtime, for people: two engines of one TensorRT differ by name only."""
         name = self.runtime.name
-        return self.backend if self.backend.startswith(name) else f"{name} ({self.backend})"
+        return self.runner if self.runner.startswith(name) else f"{name} ({self.runner})"
 
     @property
     def verdicts(self) -> list[OutputVerdict]:
@@ -303,7 +303,7 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnName = silent) -
         for kind, futures in judged.items():
             verdicts = [verdict for each in futures for verdict in each.result()]
             if verdicts:
-                about: dict[str, Any] = {"backend": runner.name, "accumulation": accumulation, "cases": kind}
+                about: dict[str, Any] = {"runtime": runner.name, "accumulation": accumulation, "cases": kind}
                 about |= {"model": plan.spec.name, "precision": plan.precision}
                 parity.append(judge.parity_from_verdicts(verdicts, **about))
         checks: tuple[InvarianceCheck, ...] = ()
@@ -333,7 +333,7 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnName = silent) -
         failures += [f"{check.case}: {check.check}: {check.problem}" for check in broken]
         return Evaluation(
             runtime=runtime,
-            backend=runner.name,
+            runner=runner.name,
             titles={runner.name: runner.title or runner.name},
             cases=cases,
             outside=tuple(outside),
@@ -351,10 +351,10 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnName = silent) -
 
 
 def refused_rows(
-    runtime: Runtime, backend: str, cases: Sequence[GoldenCase], problem: str
+    runtime: Runtime, runner: str, cases: Sequence[GoldenCase], problem: str
 ) -> dict[str, LatencyRow]:
     """The rows of a runtime that is wrong: how long a wrong answer takes is of no interest."""
-    row = LatencyRow(name=runtime.name, backend=backend, family=runtime.family)
+    row = LatencyRow(name=runtime.name, runtime=runner, family=runtime.family)
     row = replace(row, refused=Reason(kind=Kind.WRONG_RESULT, got=problem))
     return {case.name: row for case in cases}
 
@@ -376,7 +376,7 @@ def _run(
 
 
 def _judge(
-    backend: str, case: GoldenCase, got: Mapping[str, Any], plan: EvaluationPlan, heatmaps: list[Heatmap]
+    runtime: str, case: GoldenCase, got: Mapping[str, Any], plan: EvaluationPlan, heatmaps: list[Heatmap]
 ) -> list[OutputVerdict]:
     """The verdicts on a case, and a map of the usual case and of whatever is wrong."""
     to_heads = None if plan.projection is None else plan.projection.to_heads
@@ -388,7 +388,7 @@ def _judge(
         names = [v.output for v in mapped if v.output == "output" and v.passed]
     entries, results, _ = judge.new_entries(case, got)
     for name in names:
-        found = heatmap(backend, entries, name, results[name], plan.projection)
+        found = heatmap(runtime, entries, name, results[name], plan.projection)
         note = "the entries of the cache that the call wrote" if name in case.cached else found.note
         heatmaps.append(structs.replace(found, note=note))
     return verdicts
@@ -400,7 +400,7 @@ def _time(
     """The time of a case."""
     stage = f"latency of {runtime.name}"
     on_step(Step(stage, case.name))
-    row = LatencyRow(name=runtime.name, backend=runner.name, family=runtime.family)
+    row = LatencyRow(name=runtime.name, runtime=runner.name, family=runtime.family)
     row = time_case(runner, case, row, plan)
     if row.timing is not None:  # reported at once: a later crash does not lose it
         on_step(Step(stage, f"{case.name} takes {row.timing.p50:.1f} µs"))
@@ -419,7 +419,7 @@ def evaluate_all(
         except DeployError as error:
             if strict:
                 raise
-            row = LatencyRow(name=runtime.name, backend=runtime.name, family=runtime.family)
+            row = LatencyRow(name=runtime.name, runtime=runtime.name, family=runtime.family)
             row = replace(row, refused=Reason(kind=Kind.NOT_TIMED, got=error.in_one_line))
             rows.append({case.name: row for case in plan.timed})
     return evaluated, rows

@@ -43,7 +43,7 @@ from mha_deploy.graph.upcast import float32_twin, unfused_twin
 from mha_deploy.judge import Accumulation, OutputVerdict, ParityReport
 from mha_deploy.model.precision import Precision
 from mha_deploy.options import OnName, OnStep, Step, silent, uncounted
-from mha_deploy.runtime import RUNNERS, available_cpu_backend, open_runner
+from mha_deploy.runtime import RUNNERS, available_cpu_runtime, open_runner
 from mha_deploy.runtime.runner import Arrays, Runner
 from mha_deploy.runtime.user_code import refuse_without_factory
 from mha_deploy.status import Kind, Outcome, Reason, Word, derive, means
@@ -114,7 +114,7 @@ def attribute_fault(
     outputs than the model, and the last ones of the float32 twin are float32.
     """
     precision = replace(bundle.manifest.precision, accumulate=accumulate)
-    model, trusted, name = load_graph(bundle.model_path), available_cpu_backend(precision), precision.name
+    model, trusted, name = load_graph(bundle.model_path), available_cpu_runtime(precision), precision.name
     trials, missing = list[FaultTrial](), list[str]()
 
     def passes(what: str, open_: Callable[[], Runner]) -> bool | None:
@@ -156,9 +156,9 @@ def attribute_fault(
     return FaultReport(at_fault=at_fault, explanation=explanation, trials=tuple(trials))
 
 
-def graph_at_fault(backend: str, share: float | None) -> FaultReport:
+def graph_at_fault(runtime: str, share: float | None) -> FaultReport:
     """What a graph that is wrong in a trusted runtime proves by itself."""
-    trial = FaultTrial(name=f"the graph in {backend}", outcome=Outcome.FAILED, share=share)
+    trial = FaultTrial(name=f"the graph in {runtime}", outcome=Outcome.FAILED, share=share)
     return FaultReport(at_fault=GRAPH, explanation=_EXPLANATIONS[GRAPH], trials=(trial,))
 
 
@@ -217,7 +217,7 @@ def layer_parity(
         _judge_layers(case, by_node, replace(precision, accumulate=accumulation.type)),
         model=bundle.manifest.spec.name,
         precision=precision,
-        backend=runner.name,
+        runtime=runner.name,
         cases=LAYERS,
         accumulation=accumulation,
     )
@@ -252,7 +252,7 @@ class Bisection(Struct, frozen=True, kw_only=True):
 
     outcome: Outcome = Outcome.PASSED  # failed where an output is wrong
     model: str  # name of the model
-    backend: str  # the runtime
+    runtime: str
     case: str  # the golden case that was looked into
     # What is wrong with the whole; None where it is right, and then nothing was looked for
     wrong: str | None = None
@@ -276,7 +276,7 @@ class Bisection(Struct, frozen=True, kw_only=True):
 
 def bisect(
     bundle: Bundle,
-    backend: str | None,
+    runtime: str | None,
     on_step: OnStep,
     graph: Path | None = None,
     names: Names = MappingProxyType({}),
@@ -290,21 +290,21 @@ def bisect(
     if names and graph is None:
         what, got = "Names are mapped only for another graph.", [f"{by}={to}" for by, to in names.items()]
         raise DeployError(what, got=", ".join(got), hint="--graph FILE.onnx")
-    if graph is not None and backend not in (None, *RUNNERS):
+    if graph is not None and runtime not in (None, *RUNNERS):
         what = "Another graph is run by a runtime, not by an engine."
-        raise DeployError(what, got=backend, hint=", ".join(RUNNERS))
-    running = [] if backend in RUNNERS or graph is not None else finder.running_engines()
-    if backend is None and not running:
-        backend = finder.graphs()[0].name
+        raise DeployError(what, got=runtime, hint=", ".join(RUNNERS))
+    running = [] if runtime in RUNNERS or graph is not None else finder.running_engines()
+    if runtime is None and not running:
+        runtime = finder.graphs()[0].name
     open_model: OpenModel
-    if backend in RUNNERS:
-        name, open_model = str(backend), partial(open_runner, str(backend))
+    if runtime in RUNNERS:
+        name, open_model = str(runtime), partial(open_runner, str(runtime))
     else:
-        runtime = running[0] if backend is None else finder.named(backend)
-        if runtime.engine is None:
+        found = running[0] if runtime is None else finder.named(runtime)
+        if found.engine is None:
             what = "Only an engine or a graph runtime can be bisected."
-            raise DeployError(what, got=backend, hint=", ".join(RUNNERS))
-        name, open_model = runtime.name, twin_opener(runtime.engine, bundle)
+            raise DeployError(what, got=runtime, hint=", ".join(RUNNERS))
+        name, open_model = found.name, twin_opener(found.engine, bundle)
 
     def reference(case: GoldenCase) -> TrustedValues:
         on_step("reference", 0, 0)
@@ -315,7 +315,7 @@ def bisect(
 
 def bisect_bundle(
     bundle: Bundle,
-    backend: str,
+    runtime: str,
     open_model: OpenModel,
     reference_of: Callable[[GoldenCase], TrustedValues],
     on_step: OnName = silent,
@@ -329,7 +329,7 @@ def bisect_bundle(
     search, name = _FaultSearch(bundle, open_model, on_step, graph, names), bundle.manifest.spec.name
     whole = search.whole()
     count, case = len(search.values), search.case.name
-    found = Bisection(model=name, backend=backend, case=case, attentions=count, runs=search.runs)
+    found = Bisection(model=name, runtime=runtime, case=case, attentions=count, runs=search.runs)
     if whole is None:
         return found
     reference = reference_of(search.case)
@@ -626,7 +626,7 @@ class TrustedValues(NamedTuple):
     module_unused: Reason | None = None  # why it is not the user's module
 
 
-def reference_for(bundle: Bundle, case: GoldenCase, backend: str, on_step: OnName = silent) -> TrustedValues:
+def reference_for(bundle: Bundle, case: GoldenCase, runtime: str, on_step: OnName = silent) -> TrustedValues:
     """The most trusted source of values inside a model, and its name.
 
     Of a user's module it is its program in FP64, where PyTorch and the factory are here. Otherwise it is the
@@ -647,8 +647,8 @@ def reference_for(bundle: Bundle, case: GoldenCase, backend: str, on_step: OnNam
         except DeployError as error:  # the graph must do
             unused = Reason(kind=Kind.MODULE_NOT_USED, got=error.in_one_line, wanted=error.hint)
             on_step(reason_text(unused))
-    trusted = available_cpu_backend(bundle.manifest.precision)
-    trusted = _OTHER.get(trusted, trusted) if trusted == backend else trusted
+    trusted = available_cpu_runtime(bundle.manifest.precision)
+    trusted = _OTHER.get(trusted, trusted) if trusted == runtime else trusted
 
     def values(names: Sequence[str]) -> Arrays:
         with open_runner(trusted, with_outputs(load_graph(bundle.model_path), names)) as runner:

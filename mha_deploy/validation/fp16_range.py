@@ -28,7 +28,7 @@ from mha_deploy.graph.mixed_precision import (
     step_at,
 )
 from mha_deploy.model.spec import ModelSpec
-from mha_deploy.runtime import available_cpu_backend, run_cases
+from mha_deploy.runtime import available_cpu_runtime, run_cases
 from mha_deploy.status import Word, means
 
 # -- Measure the numbers that a kernel meets inside an attention, from Q, K, V and the mask --------
@@ -338,7 +338,7 @@ def fp16_range(
     meters, precision = [Meter(node) for node in measurable_attentions(model)], manifest.precision
     every = golden_cases(bundle) if golden is None else golden
     chosen = {case.name: case.inputs for case in every if cases is None or case.name in cases}
-    run = partial(run_cases, available_cpu_backend(precision))
+    run = partial(run_cases, available_cpu_runtime(precision))
     inputs = [value for meter in meters for value in meter.inputs.values()]
     for case, read in zip(chosen, read_values(run, model, inputs, chosen), strict=True):
         for meter in meters:

@@ -44,8 +44,8 @@ def compare_bundle_heads(bundle: Bundle, attention: str | None) -> HeadSimilarit
         hint = nearest(wrong, nodes) if nodes else "a bundle with attention"
         raise DeployError("There is no such attention.", got=wrong, hint=hint)
     outputs = {name: str(node.outputs[0].name) for name, node in nodes.items()}
-    backend = runtime.available_cpu_backend(bundle.manifest.precision)
-    with runtime.open_runner(backend, with_outputs(model, outputs.values())) as runner:
+    cpu = runtime.available_cpu_runtime(bundle.manifest.precision)
+    with runtime.open_runner(cpu, with_outputs(model, outputs.values())) as runner:
         got = runner.run(next(iter(golden_cases(bundle))).inputs)
     found = {}
     for name, node in nodes.items():

@@ -31,7 +31,7 @@ _MOST_PLACES = 8
 class InvarianceCheck(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One thing that must not change a result, and whether it does."""
 
-    backend: Annotated[str, means("the runtime with its version")]
+    runtime: Annotated[str, means("the runtime with its version")]
     case: Annotated[str, means("name of the case")]
     check: Annotated[Check, means("what must not change a result")]
     detail: Annotated[str, means("what was compared")]
@@ -81,7 +81,7 @@ def invariance_from_runner(
         )
         found.append(
             InvarianceCheck(
-                outcome=Outcome.NOT_VERIFIED, backend=runner.name, case="", check=check, detail=detail
+                outcome=Outcome.NOT_VERIFIED, runtime=runner.name, case="", check=check, detail=detail
             )
         )
     return tuple(found)
@@ -174,7 +174,7 @@ class _MovedCase:
     def check(self, check: Check, detail: str, trials: Iterable[_Arrangement]) -> InvarianceCheck:
         """Run the trials of one check and judge all answers."""
         found = InvarianceCheck(
-            outcome=Outcome.FAILED, backend=self.runner.name, case=self.case.name, check=check, detail=detail
+            outcome=Outcome.FAILED, runtime=self.runner.name, case=self.case.name, check=check, detail=detail
         )
         try:
             problem, bitwise, share = self._judge([each for trial in trials for each in self._answers(trial)])

@@ -40,7 +40,7 @@ from mha_deploy.validation.runtimes import Family, Unavailable
 from mha_deploy.validation.subjects import SubjectRecord
 
 REPORT_FILE = "report.json"
-REPORT_FORMAT = 4
+REPORT_FORMAT = 5
 """The format of report.json; readers refuse any other."""
 
 NOT_SENT = "not sent"
@@ -159,7 +159,7 @@ class LatencyRowRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The time of one runtime at one point, what it means, or why there is none."""
 
     name: Annotated[str, means("short name, the same at every point")]
-    backend: Annotated[str, means("what ran, with its version")]
+    runtime: Annotated[str, means("what ran, with its version")]
     family: Annotated[Family, means("the kind of runtime")]
     refused: Annotated[str | None, means("why it was not timed; null if it was")]
     reason: Annotated[Reason | None, means("the same as data; null if it was timed")] = None
@@ -273,7 +273,7 @@ class VerdictRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class ReportRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A validation: all verdicts, and what they rest on."""
 
-    format: Annotated[int, means("4; any other number is refused")]
+    format: Annotated[int, means("5; any other number is refused")]
     tool: Annotated[ToolRecord, means("what wrote it")]
     created: Annotated[str, means("when, in UTC, as `2026-01-31T12:00:00Z`")]
     verdict: Annotated[VerdictRecord, means("the result")]
@@ -291,7 +291,7 @@ class ReportRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     invariance: Annotated[
         tuple[InvarianceCheck, ...], means("whether results depend on what must not matter")
     ]
-    runtimes: Annotated[dict[str, str], means("for every `backend` above, its name without its version")] = {}
+    runtimes: Annotated[dict[str, str], means("for every `runtime` above, its name without its version")] = {}
     conformance: Annotated[
         ConformanceTable | None, means("masks as ONNX defines them; null if it was not requested")
     ]
@@ -339,7 +339,7 @@ class TimesRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class BenchRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A benchmark of several models."""
 
-    format: Annotated[int, means("4; any other number is refused")]
+    format: Annotated[int, means("5; any other number is refused")]
     tool: Annotated[ToolRecord, means("what wrote it")]
     created: Annotated[str, means("when, in UTC, as `2026-01-31T12:00:00Z`")]
     environment: Annotated[EnvironmentRecord, means("where it ran")]

@@ -121,15 +121,15 @@ class _Validator:
     def report(self, build: Build | None) -> Validation:
         """Everything, in the order in which it is needed; what cannot be done is refused first."""
         given = None if self.options.data is None else open_data(self.bundle, self.options)
-        backends = () if self.subjects else dict.fromkeys(self.options.backends)
-        named = [self.finder.named(name) for name in backends]
+        runtimes = () if self.subjects else dict.fromkeys(self.options.runtimes)
+        named = [self.finder.named(name) for name in runtimes]
         for each in named:
             if each.engine is not None and reasons_not_to_run(each.engine):
                 each.open().close()  # its own error says why not
         plan, options, manifest = self._plan(), self.options, self.bundle.manifest
         if self.subjects:
             judged, baselines = self._evaluate_subjects(plan), list[Runtime]()
-        elif options.backends:
+        elif options.runtimes:
             judged, baselines = self._evaluate_named(named, plan), list[Runtime]()
         else:
             judged = self._evaluate_graph_and_engines(plan, build)
@@ -393,13 +393,13 @@ class _Validator:
         So has an engine that fits this machine and cannot be loaded, unless it was requested by name.
         """
         # A graph on the CPU is checked there, not timed.
-        on_cpu = (runtime.graph_backend or runtime.name) in CPU_RUNNERS
+        on_cpu = (runtime.graph_runtime or runtime.name) in CPU_RUNNERS
         plan = replace(plan, timed=()) if on_cpu else plan
         try:
             evaluation = evaluate.evaluate(runtime, plan, self.on_step)
             layers = self._layer_parity(runtime) if plan.cases else None
         except DeployError as error:
-            may_fail = runtime.engine is not None and not self.options.backends
+            may_fail = runtime.engine is not None and not self.options.runtimes
             if not may_fail and not isinstance(error, RuntimeCrash):
                 raise
             found = Unavailable(name=runtime.name, reason=error.in_one_line)
@@ -409,7 +409,7 @@ class _Validator:
             evaluation = replace(evaluation, parity=(*evaluation.parity, layers))
             if wrong := next((verdict for verdict in layers.verdicts if verdict.is_wrong), None):
                 problem = f"{wrong.case}/{wrong.output}: {wrong.problem}"
-                rows = evaluate.refused_rows(runtime, evaluation.backend, plan.timed, problem)
+                rows = evaluate.refused_rows(runtime, evaluation.runner, plan.timed, problem)
                 evaluation = replace(evaluation, rows=rows)
         if plan.timed:
             self.rows.append(evaluation.rows)

@@ -31,7 +31,7 @@ from mha_deploy.judge import Accumulation
 from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.source import describe
-from mha_deploy.runtime import RUNNERS, available_cpu_backend, child, open_runner
+from mha_deploy.runtime import RUNNERS, available_cpu_runtime, child, open_runner
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.gpu import GpuRunner
 from mha_deploy.runtime.kserve import ServerRunner, is_server_url
@@ -113,7 +113,7 @@ class Runtime:
     family: Family  # whose it is
     open: Callable[[], Runner]  # loads it; raises `DeployError` where it cannot run
     engine: Engine | None = None  # the engine, where it is one
-    graph_backend: str = ""  # what runs a graph of somebody else's; default: its name
+    graph_runtime: str = ""  # what runs a graph of somebody else's; default: its name
     accumulate: str | None = None  # what its GEMMs accumulate in, where its owner states it
     digest: str = ""  # the hash of what was given to be judged, where it is a file
     is_subject: bool = False  # whether it was given to be judged: not to run a case is then a verdict on it
@@ -128,8 +128,8 @@ class Runtime:
             if self.family == PYTORCH:
                 return Accumulation("fp32", "PyTorch accumulates in FP32")
             try:
-                if (backend := self.graph_backend or self.name) in RUNNERS:
-                    return _measured_accumulation(backend)
+                if (runtime := self.graph_runtime or self.name) in RUNNERS:
+                    return _measured_accumulation(runtime)
             except DeployError:  # opening it reports why
                 pass
             return Accumulation("fp16", f"what computes {self.name} is not known")
@@ -153,7 +153,7 @@ class Runtime:
 
 
 @lru_cache
-def _measured_accumulation(backend: str) -> Accumulation:
+def _measured_accumulation(runtime: str) -> Accumulation:
     """The type that FP16 matmuls of a runner accumulate in: to 2048, FP16 can add no 1."""
     ones, K = 4095, 4096
     model = ir.from_onnx_text(
@@ -162,7 +162,7 @@ def _measured_accumulation(backend: str) -> Accumulation:
     )
     a, b = np.ones((1, K), np.float16), np.ones((K, 8), np.float16)
     a[0, 0] = 2048
-    with open_runner(backend, model) as runner:
+    with open_runner(runtime, model) as runner:
         found = float(runner.run({"a": a, "b": b})["y"][0, 0])
     kind = "fp32" if found > 2048 + ones / 2 else "fp16"
     why = f"{runner.name} accumulates in {kind.upper()}: 2048 and {ones:,} ones are {found:,.0f}"
@@ -214,11 +214,11 @@ class RuntimeFinder:
             hint = f"mha-deploy build-engine {self.bundle.path} --backend {name}"
             raise BackendUnavailable("The bundle has no engine of that name.", got=name, hint=hint)
         hint = nearest(name, [*RUNNERS, *TORCH_BASELINES, *engines, *LEAN])
-        raise DeployError("No such backend.", got=name, hint=hint)
+        raise DeployError("No such runtime.", got=name, hint=hint)
 
     def graphs(self) -> list[Runtime]:
         """The graph in the runtime that checks it: on the GPU where that can be, else on the CPU."""
-        cpu = self._graph(available_cpu_backend(self.bundle.manifest.precision))
+        cpu = self._graph(available_cpu_runtime(self.bundle.manifest.precision))
         return [cpu] if find_gpu() is None else [self._graph("ort-cuda"), cpu]
 
     def running_engines(self) -> list[Runtime]:
@@ -243,25 +243,25 @@ class RuntimeFinder:
             return []
         return [self._torch(baseline) for baseline in DEFAULT_BASELINES]
 
-    def _graph(self, backend: str) -> Runtime:
-        family, open_ = ONNX if backend == "onnx-reference" else ONNX_RUNTIME, partial(open_runner, backend)
-        return Runtime(name=backend, family=family, open=partial(open_, self.bundle.model_path))
+    def _graph(self, runtime: str) -> Runtime:
+        family, open_ = ONNX if runtime == "onnx-reference" else ONNX_RUNTIME, partial(open_runner, runtime)
+        return Runtime(name=runtime, family=family, open=partial(open_, self.bundle.model_path))
 
     def _engine(self, engine: Engine) -> Runtime:
         open_ = partial(open_engine_runner, engine)
         return Runtime(name=engine.path.stem, family=TENSORRT, open=open_, engine=engine)
 
-    def _lean(self, backend: str) -> Runtime:
+    def _lean(self, runtime: str) -> Runtime:
         """The version-compatible engine of the bundle in a lean runtime."""
         found = [each for each in self.engines if each.manifest.options.get("version_compatible")]
         if len(found) != 1:
             problem = "A lean runtime runs one version-compatible engine."
             got = ", ".join(each.path.stem for each in found) or "the bundle has none"
             hint = "--engine NAME" if found else "mha-deploy build-engine DIR --version-compatible"
-            raise DeployError(problem, got=f"{backend}: {got}", hint=hint)
+            raise DeployError(problem, got=f"{runtime}: {got}", hint=hint)
         (engine,) = found
-        open_ = partial(open_engine_runner, engine, backend=backend)
-        name = f"{engine.path.stem} in {backend}"
+        open_ = partial(open_engine_runner, engine, runtime=runtime)
+        name = f"{engine.path.stem} in {runtime}"
         return Runtime(name=name, family=TENSORRT, open=open_, engine=engine)
 
     def _torch(self, baseline: str) -> Runtime:
@@ -288,7 +288,7 @@ def _torch_models(bundle: Path) -> Any:
     return models_of(open_bundle(bundle))
 
 
-def open_any_runner(model: Any, backend: str | None) -> Runner:
+def open_any_runner(model: Any, runtime: str | None) -> Runner:
     """Load whatever can be run: an engine, a bundle, an ONNX model, a server; see `md.open_runner`."""
     if isinstance(model, str) and is_server_url(model):
         model = ServerRunner(model)
@@ -296,15 +296,15 @@ def open_any_runner(model: Any, backend: str | None) -> Runner:
         model = Path(model)
         model = open_engine(model) if model.suffix == ".engine" else model
     if isinstance(model, Runner | Engine) or is_polygraphy_runner(model):
-        if backend is not None:
-            what = "The backend of a runner or an engine cannot be chosen."
-            raise DeployError(what, got=backend, hint="leave it out")
+        if runtime is not None:
+            what = "The runtime of a runner or an engine cannot be chosen."
+            raise DeployError(what, got=runtime, hint="leave it out")
         if isinstance(model, Runner):
             return model
         return open_engine_runner(model) if isinstance(model, Engine) else PolygraphyRunner(model)
     if isinstance(model, Bundle) or (isinstance(model, Path) and model.suffix != ".onnx"):
         opened = model if isinstance(model, Bundle) else open_checked(model)
-        name = backend or available_cpu_backend(opened.manifest.precision)
+        name = runtime or available_cpu_runtime(opened.manifest.precision)
         runner = RuntimeFinder(opened).named(name).open()
         spec = opened.manifest.spec
         runner.axes, runner.lengths = spec.axes, spec.lengths if isinstance(spec, AttentionSpec) else {}
@@ -314,7 +314,7 @@ def open_any_runner(model: Any, backend: str | None) -> Runner:
     if not isinstance(graph, ir.Model):
         hint = "an engine, a bundle, an ONNX model, or a Polygraphy runner"
         raise DeployError("This cannot be run.", got=describe(model), hint=hint)
-    if backend is None:
+    if runtime is None:
         has_bf16 = any(value.dtype == ir.DataType.BFLOAT16 for value in graph.graph.inputs)
-        backend = "ort-cpu" if can_import("onnxruntime") and not has_bf16 else "onnx-reference"
-    return open_runner(backend, model if isinstance(model, Path) else graph)
+        runtime = "ort-cpu" if can_import("onnxruntime") and not has_bf16 else "onnx-reference"
+    return open_runner(runtime, model if isinstance(model, Path) else graph)

@@ -16,7 +16,7 @@ from mha_deploy.graph.mutate import IN_CACHES, OF_QUANTIZATION, mutated, mutatio
 from mha_deploy.judge import OutputVerdict, ParityReport
 from mha_deploy.metrics import Budget
 from mha_deploy.options import OnName, ValidateOptions, silent
-from mha_deploy.runtime import cpu_backend, open_runner
+from mha_deploy.runtime import cpu_runtime, open_runner
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.status import Kind, Outcome, Reason, derive
 from mha_deploy.validation.decode import DecodeReport, case_budgets, evaluate_trace, traces_of
@@ -44,7 +44,7 @@ def parity_from_runner(
         known = None if budgets is None else budgets[case.name]
         verdicts += judge.judge_case(case, runner.run(case.inputs), precision, known, heads)
     name = bundle.manifest.spec.name
-    return judge.parity_from_verdicts(verdicts, model=name, precision=precision, backend=runner.name)
+    return judge.parity_from_verdicts(verdicts, model=name, precision=precision, runtime=runner.name)
 
 
 # -- Mutations of the bundle's own graph: each of them must fail the validation --------------------
@@ -104,7 +104,7 @@ class SelfTest(Struct, frozen=True, kw_only=True):
         return self.outcome is Outcome.PASSED
 
 
-def self_test(bundle: Bundle, backend: str | None = None, *, on_mutation: OnName = silent) -> SelfTest:
+def self_test(bundle: Bundle, runtime: str | None = None, *, on_mutation: OnName = silent) -> SelfTest:
     """Validate the bundle's own graph, then every mutated copy of it.
 
     On the golden cases and, where PyTorch is installed, on probe inputs; every attention of a module also by
@@ -116,7 +116,7 @@ def self_test(bundle: Bundle, backend: str | None = None, *, on_mutation: OnName
     cases, traces = [*golden_cases(bundle), *drawn.get("probe", ())], traces_of(bundle, ValidateOptions())
 
     budgets: dict[str, dict[str, Budget]] = {}
-    open_graph = partial(open_runner, backend or cpu_backend(manifest.precision))
+    open_graph = partial(open_runner, runtime or cpu_runtime(manifest.precision))
 
     def judged(graph: ir.Model, decoding: bool, inside: bool = True) -> ParityReport:
         with open_graph(graph) as runner:

@@ -100,12 +100,12 @@ class _ServerValidation:
             # Every repetition is judged; of each output the worst one is shown.
             if verdicts:
                 parity.append(self._parity(_worst(verdicts, lambda v: (v.case, v.output)), "served", clients))
-            decode += [replace(r, backend=self._label(clients)) for r in _worst(reports, lambda r: r.trace)]
+            decode += [replace(r, runtime=self._label(clients)) for r in _worst(reports, lambda r: r.trace)]
             if load.gone.is_set():
                 break
         evaluation = Evaluation(
             runtime=Runtime(name=runner.model, family=SERVER, open=lambda: runner),
-            backend=runner.name,
+            runner=runner.name,
             titles={self._label(each): self._label(each, title=True) for each in (1, *options.clients)},
             cases={"golden": golden},
             parity=tuple(parity),
@@ -132,7 +132,7 @@ class _ServerValidation:
     def _parity(self, verdicts: Sequence[OutputVerdict], cases: str, clients: int = 1) -> ParityReport:
         return parity_from_verdicts(
             verdicts,
-            backend=self._label(clients),
+            runtime=self._label(clients),
             model=self.spec.name,
             precision=self.precision,
             cases=cases,

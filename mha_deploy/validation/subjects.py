@@ -26,7 +26,7 @@ from mha_deploy.graph.weights import search_weights
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.options import ValidateOptions
-from mha_deploy.runtime import GPU_RUNNERS, RUNNERS, available_cpu_backend, open_runner
+from mha_deploy.runtime import GPU_RUNNERS, RUNNERS, available_cpu_runtime, open_runner
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner, TensorInfo, foreign_errors
 from mha_deploy.runtime.tensorrt.builder import inspect_runner
@@ -97,7 +97,7 @@ class SubjectRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     name: Annotated[str, means("name of the file or the runner")]
     kind: Annotated[SubjectKind, means("what it is")]
-    backend: Annotated[str, means("what ran it, with its version")]
+    runtime: Annotated[str, means("what ran it, with its version")]
     sha256: Annotated[str | None, means("hash of the file; null for a runner")]
     names: Annotated[
         dict[str, str], means("its names of inputs and outputs, and those of the bundle, where they differ")
@@ -329,7 +329,7 @@ class Subject:
         names: Names,
         *,
         file: Path | None = None,
-        backend: str = "",
+        runtime: str = "",
         keep_open: bool = False,
         accumulate: str | None = None,
     ) -> None:
@@ -337,8 +337,8 @@ class Subject:
         self._open, self._file, self._keep_open = open_, file, keep_open
         family = {SubjectKind.ENGINE: TENSORRT, SubjectKind.GRAPH: ONNX_RUNTIME}.get(kind, ONNX)
         self.runtime = Runtime(
-            name=name, family=ONNX if backend == "onnx-reference" else family, open=self.open,
-            graph_backend=backend, is_subject=True, accumulate=accumulate,
+            name=name, family=ONNX if runtime == "onnx-reference" else family, open=self.open,
+            graph_runtime=runtime, is_subject=True, accumulate=accumulate,
             digest=sha256(file) if file is not None and file.is_file() else "",
         )  # fmt: skip
         self.record: SubjectRecord | None = None
@@ -355,7 +355,7 @@ class Subject:
             owned.pop_all()
         mapped = {by: own for own, by in (*how.inputs.items(), *how.outputs.items()) if by != own}
         self.record = SubjectRecord(
-            name=self.name, kind=self.kind, backend=runner.name,
+            name=self.name, kind=self.kind, runtime=runner.name,
             sha256=None if self._file is None else sha256(self._file),
             names=mapped, converted=how.converted, not_judged=how.not_judged, plan=plan,
             attention=self._attention_differences(),
@@ -446,12 +446,12 @@ def _fusion(verdict: EngineVerdict, attentions: int) -> FusionStatus:
 
 def subjects_of(bundle: Bundle, options: ValidateOptions, runners: Sequence[Runner] = ()) -> list[Subject]:
     """What was given to be judged: graphs, engine files and runners, each under a name of its own."""
-    wrong = [name for name in options.backends if name not in (*RUNNERS, *MODULES, *LEAN)]
+    wrong = [name for name in options.runtimes if name not in (*RUNNERS, *MODULES, *LEAN)]
     if wrong and (options.graphs or options.engine_files or runners):
         what = "A graph or an engine file is run by a runtime, not by an engine or a baseline."
         raise DeployError(what, got=", ".join(wrong), hint=f"one of {', '.join((*RUNNERS, *MODULES, *LEAN))}")
-    graphs = [name for name in options.backends if name in RUNNERS]
-    engines = next((name for name in options.backends if name in MODULES or name in LEAN), None)
+    graphs = [name for name in options.runtimes if name in RUNNERS]
+    engines = next((name for name in options.runtimes if name in MODULES or name in LEAN), None)
     found, taken = list[Subject](), list[str]()
 
     def named(name: str) -> str:
@@ -461,10 +461,10 @@ def subjects_of(bundle: Bundle, options: ValidateOptions, runners: Sequence[Runn
     names = options.names if isinstance(options.names, Mapping) else {}
     for path in options.graphs:
         load_graph(path)  # what is wrong with it is reported before a runtime has to
-        for backend in graphs or [_graph_backend(bundle)]:
-            title = named(path.name if len(graphs) < 2 else f"{path.name} in {backend}")
-            open_ = partial(open_runner, backend, path)
-            found.append(Subject(bundle, SubjectKind.GRAPH, title, open_, names, file=path, backend=backend))
+        for runtime in graphs or [_graph_runtime(bundle)]:
+            title = named(path.name if len(graphs) < 2 else f"{path.name} in {runtime}")
+            open_ = partial(open_runner, runtime, path)
+            found.append(Subject(bundle, SubjectKind.GRAPH, title, open_, names, file=path, runtime=runtime))
     for path in options.engine_files:
         open_ = partial(open_plan, path, engines)
         found.append(Subject(bundle, SubjectKind.ENGINE, named(path.name), open_, names, file=path))
@@ -488,6 +488,6 @@ def _given(runner: Runner) -> Runner:
     return runner
 
 
-def _graph_backend(bundle: Bundle) -> str:
-    cpu = available_cpu_backend(bundle.manifest.precision)
+def _graph_runtime(bundle: Bundle) -> str:
+    cpu = available_cpu_runtime(bundle.manifest.precision)
     return cpu if find_gpu() is None or cpu == "onnx-reference" else GPU_RUNNERS[0]

@@ -290,7 +290,7 @@ def _requirements(
         if verdict.share is not None
     ]
     runtimes = () if report.data is None else report.data.runtimes
-    shares += [(one.share.max, f"{one.runtime} on data") for one in runtimes if one.share is not None]
+    shares += [(one.share.max, f"{one.name} on data") for one in runtimes if one.share is not None]
     rows = [
         (row.timing, f"{row.name} at {point.case}")
         for point in report.points
@@ -300,7 +300,7 @@ def _requirements(
     times = [(timing.percentile(0.99), place) for timing, place in rows if timing is not None]
     untimed = [place for timing, place in rows if timing is None]
     agreed = [
-        (-output.agreement.top1, f"{output.name} in {one.runtime}")
+        (-output.agreement.top1, f"{output.name} in {one.name}")
         for one in runtimes
         for output in one.outputs
         if output.agreement is not None
@@ -719,18 +719,18 @@ def _about_data(data: DataRecord, axes: Mapping[str, Axis]) -> Iterator[Finding]
     for each in data.runtimes:
         if each.outside:
             numbers = {"outside": len(each.outside), "samples": data.samples}
-            about = {"numbers": numbers, "detail": f"the profiles of {each.runtime}"}
+            about = {"numbers": numbers, "detail": f"the profiles of {each.name}"}
             yield _found(Severity.WARNING, Section.DATA, Kind.DATA_OUTSIDE, **about)
         worst = next((one for one in each.worst if one.outcome is not Outcome.PASSED), None)
         place = (
             {} if worst is None else {"case": worst.sample, "output": worst.output, "reason": worst.reason}
         )
         if each.failed:
-            about = {"runner": each.runtime, "numbers": {"failed": each.failed, "samples": each.samples}}
+            about = {"runner": each.name, "numbers": {"failed": each.failed, "samples": each.samples}}
             yield _found(Severity.FAILURE, Section.DATA, Kind.WRONG_ON_DATA, **about, **place)
         elif each.not_verified or each.unseen or not (each.samples or data.outside or each.outside):
             numbers = {"failed": each.not_verified, "samples": each.samples}
-            about = {"runner": each.runtime, "numbers": numbers, "names": each.unseen}
+            about = {"runner": each.name, "numbers": numbers, "names": each.unseen}
             yield _found(Severity.WARNING, Section.DATA, Kind.DATA_NOT_VERIFIED, **about, **place)
 
 

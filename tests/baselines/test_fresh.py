@@ -14,7 +14,7 @@ from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.spec import Axis
 from mha_deploy.reference import build_module
 from mha_deploy.reference.inputs import call_arguments, fed_to, random_inputs
-from mha_deploy.runtime import cpu_backend, open_runner
+from mha_deploy.runtime import cpu_runtime, open_runner
 
 TINY = [name for name in catalog_names() if name.startswith("tiny-")]
 SIZES = {"B": 4, "S": 37, "T": 24, "P": 21}
@@ -46,7 +46,7 @@ def test_a_fresh_case_is_passed_by_the_module_itself_and_by_a_runtime(bundles, n
     bundle = bundles(name, precision)
     kind, spec = bundle.manifest.precision, bundle.manifest.spec
     fresh = FreshCases(bundle, "cpu")
-    with open_runner(cpu_backend(kind), bundle.model_path) as runner:
+    with open_runner(cpu_runtime(kind), bundle.model_path) as runner:
         for seed, ragged in ((1, False), (2, True)):
             case = fresh.case(sizes_of(spec), seed=seed, ragged=ragged)
             for tensor in spec.outputs:

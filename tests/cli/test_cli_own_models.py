@@ -70,7 +70,7 @@ def layers(count, *, wrong=(), worst=None, name="blocks.{}.attention"):
         )
 
     verdicts = tuple(verdict(i) for i in range(count))
-    report = ParityReport(model="m", precision="fp16", backend="ort-cpu 1", verdicts=verdicts, cases="layers")
+    report = ParityReport(model="m", precision="fp16", runtime="ort-cpu 1", verdicts=verdicts, cases="layers")
     return as_plain(report)
 
 

@@ -239,7 +239,7 @@ def test_doctor_reports_how_to_install_what_is_missing(run_cli, monkeypatch):
 
 def test_a_node_that_could_not_be_compared_is_suspected_beside_the_first_wrong_one():
     node = Suspect(node="add", operator="Add", value="sum", problem="relative error 0.05")
-    known = {"model": "m", "backend": "b", "case": "opt", "attentions": 0, "runs": 1, "wrong": "output"}
+    known = {"model": "m", "runtime": "b", "case": "opt", "attentions": 0, "runs": 1, "wrong": "output"}
     for unseen in ((), ("matmul",)):
         console = Console(width=200, record=True, file=io.StringIO())
         console.print(bisection_renderable(Bisection(**known, first_node=node, unseen=unseen)))

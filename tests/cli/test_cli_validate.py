@@ -156,16 +156,16 @@ def test_bf16_is_validated_by_the_runtime_that_has_it(run_cli, refused, bundles)
     path = bundles("tiny-padding", "bf16").path
     done = run_cli("validate", path, "--json")
     assert done.code == 0, done.err
-    assert json.loads(done.out)["parity"][0]["backend"].startswith("onnx-reference ")
-    refused("validate", path, "--backend", "ort-cpu", what="no CPU kernel", hint="onnx-reference", code=3)
+    assert json.loads(done.out)["parity"][0]["runtime"].startswith("onnx-reference ")
+    refused("validate", path, "--runtime", "ort-cpu", what="no CPU kernel", hint="onnx-reference", code=3)
 
 
-def test_a_backend_is_chosen_by_name(run_cli, refused, bundles):
+def test_a_runtime_is_chosen_by_name(run_cli, refused, bundles):
     path = bundles("tiny-gqa").path
-    done = run_cli("validate", path, "--backend", "onnx-reference", "--no-probe", "--json")
+    done = run_cli("validate", path, "--runtime", "onnx-reference", "--no-probe", "--json")
     assert done.code == 0, done.out
-    assert json.loads(done.out)["parity"][0]["backend"].startswith("onnx-reference ")
-    refused("validate", path, "--backend", "ort-gpu", what="No such backend", got="ort-gpu", hint="'ort-cpu'")
+    assert json.loads(done.out)["parity"][0]["runtime"].startswith("onnx-reference ")
+    refused("validate", path, "--runtime", "ort-gpu", what="No such runtime", got="ort-gpu", hint="'ort-cpu'")
 
 
 def test_what_is_no_bundle_is_refused(refused, tmp_path):
@@ -240,7 +240,7 @@ def test_bisect_of_a_right_bundle_passes(run_cli, bundles):
 
 def test_bisect_of_a_wrong_bundle_fails_and_names_its_reference(run_cli, folder):
     replace_model(folder, wrong_scale)
-    done = run_cli("bisect", folder, "--backend", "ort-cpu", "--json")
+    done = run_cli("bisect", folder, "--runtime", "ort-cpu", "--json")
     assert done.code == 1, done.err
     found = json.loads(done.out)
     assert found["wrong"]
@@ -248,4 +248,4 @@ def test_bisect_of_a_wrong_bundle_fails_and_names_its_reference(run_cli, folder)
 
 
 def test_bisect_refuses_a_baseline(refused, bundles):
-    refused("bisect", bundles("tiny-gqa").path, "--backend", "eager", what="can be bisected", got="eager")
+    refused("bisect", bundles("tiny-gqa").path, "--runtime", "eager", what="can be bisected", got="eager")

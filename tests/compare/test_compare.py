@@ -184,21 +184,21 @@ def test_an_upgrade_alone_is_a_change_and_no_regression():
     new = passing()
     new["engines"][0]["version"] = "10.3.0"
     new["environment"] |= {"driver": "999.1"}
-    new["parity"][ENGINE]["backend"] = "tensorrt 10.3.0"
-    new["decode"][1]["backend"] = "tensorrt 10.3.0"
+    new["parity"][ENGINE]["runtime"] = "tensorrt 10.3.0"
+    new["decode"][1]["runtime"] = "tensorrt 10.3.0"
     for check in new["invariance"]:
-        check["backend"] = check["backend"].replace("8.6.1", "10.3.0")
+        check["runtime"] = check["runtime"].replace("8.6.1", "10.3.0")
     new["runtimes"]["tensorrt 10.3.0"] = new["runtimes"].pop("tensorrt 8.6.1")
     found = md.compare(passing(), new)
     assert found.passed
     assert {change.section for change in found.changes if change.level == "changed"} == {"environment"}
 
 
-def file_judged(name, kind="graph", backend="ort-cpu 1.31.1", wrong=False):
+def file_judged(name, kind="graph", runtime="ort-cpu 1.31.1", wrong=False):
     """The report of a file that was judged, with an attention in it that no output shows."""
     data = cpu_only()
     about = {"sha256": None, "names": {}, "converted": [], "not_judged": [], "plan": None}
-    data["subjects"] = [{"name": name, "kind": kind, "backend": backend, **about}]
+    data["subjects"] = [{"name": name, "kind": kind, "runtime": runtime, **about}]
     gap = {"kind": "attention not observed", "name": name, "attention": "attention"}
     data["verdict"]["not_verified"].append(gap)
     if wrong:
@@ -211,7 +211,7 @@ def file_judged(name, kind="graph", backend="ort-cpu 1.31.1", wrong=False):
 def test_what_is_judged_takes_the_place_of_its_kind_whatever_the_name_of_its_file():
     one, two = file_judged("a.onnx"), file_judged("b.onnx")
     assert {change.level for change in md.compare(one, two).changes} == {"same"}
-    newer = file_judged("b.onnx", backend="ort-cpu 2.0")
+    newer = file_judged("b.onnx", runtime="ort-cpu 2.0")
     newer["runtimes"]["ort-cpu 2.0"] = "ort-cpu"
     assert not [change for change in md.compare(one, newer).regressions if change.subject.startswith("not ")]
     assert md.compare(one, file_judged("b.engine", kind="engine")).regressions
@@ -611,7 +611,7 @@ def test_an_engine_of_another_name_is_the_same_engine():
 
 def test_two_bundles_and_their_reports_are_compared(bundles, tmp_path):
     old = shutil.copytree(bundles("tiny-gqa").path, tmp_path / "old")
-    md.validate(old, latency=False, probe=False, backends=["ort-cpu"]).save(old)
+    md.validate(old, latency=False, probe=False, runtimes=["ort-cpu"]).save(old)
     new = shutil.copytree(old, tmp_path / "new")
     found = md.compare(old, md.open_bundle(new))
     assert found.passed

@@ -32,7 +32,7 @@ def test_a_recorded_line_is_measured_again(bundle, tmp_path, run_cli):
     md.build_engine(bundle, backend="tensorrt")
     lines = tmp_path / "lines.jsonl"
     done = run_cli(
-        "bench", bundle, "--at", "opt", "--backend", "tensorrt", "--record", lines, "--processes", "3"
+        "bench", bundle, "--at", "opt", "--runtime", "tensorrt", "--record", lines, "--processes", "3"
     )
     assert done.code == 0, done.err
     recorded = [json.loads(line) for line in lines.read_text().splitlines()]

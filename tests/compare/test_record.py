@@ -118,8 +118,8 @@ def test_a_benchmark_becomes_lines_with_samples_and_hashes(bundles, tmp_path):
     )  # fmt: skip
     wrong = Reason(kind=Kind.WRONG_RESULT, got="gain")
     rows = (
-        LatencyRow(name="eager", backend="torch 2", family="pytorch", timing=timing),
-        LatencyRow(name="x", backend="x 1", family="tensorrt", refused=wrong),
+        LatencyRow(name="eager", runtime="torch 2", family="pytorch", timing=timing),
+        LatencyRow(name="x", runtime="x 1", family="tensorrt", refused=wrong),
     )
     point = LatencyPoint(case="opt", sizes={"B": 2}, flops=1, bytes=1, roofline=None, rows=rows)
     load = {"streams": 4, "per_second": 5e4, "p50_us": 80.0, "p99_us": 90.0}

@@ -18,7 +18,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.options import EngineOptions
 
 pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
-REQUIRED = ("--require-fused", "--require-precision", "--backend", "ort-cpu", "--no-report", "--no-probe")
+REQUIRED = ("--require-fused", "--require-precision", "--runtime", "ort-cpu", "--no-report", "--no-probe")
 
 
 def build(bundle, **changes):

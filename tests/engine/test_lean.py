@@ -94,7 +94,7 @@ def test_what_11_refuses_is_said(bundle, lean):
     lean("11.4.0.106")
     engine = md.open_engine(bundle.path / "engines" / "vc.engine")
     with pytest.raises(BackendUnavailable) as caught:
-        open_engine_runner(engine, backend="tensorrt-lean")
+        open_engine_runner(engine, runtime="tensorrt-lean")
     assert "8.6.1" in caught.value.got
     assert "11.4.0.106" in caught.value.got
     assert "plans of 10 and 11" in caught.value.got
@@ -106,7 +106,7 @@ def test_a_lean_runtime_that_is_requested_must_be_there_and_have_an_engine(
 ):
     for name in versions.LEAN["tensorrt-lean"]:
         monkeypatch.setitem(sys.modules, name, None)
-    quick = {"probe": False, "backends": ["tensorrt-lean"]}
+    quick = {"probe": False, "runtimes": ["tensorrt-lean"]}
     begun = []
     with pytest.raises(BackendUnavailable, match="cannot run here"):
         md.validate(bundle, **quick, on_step=lambda name, *_: begun.append(name))

@@ -343,11 +343,11 @@ def test_external_weights_are_hashed_and_a_change_is_found(external, tmp_path):
         open_bundle(copy)
 
 
-@pytest.mark.parametrize("backend", ["ort-cpu", "onnx-reference"])
-def test_a_bundle_with_external_weights_validates_wherever_it_is_moved(external, tmp_path, backend):
+@pytest.mark.parametrize("runtime", ["ort-cpu", "onnx-reference"])
+def test_a_bundle_with_external_weights_validates_wherever_it_is_moved(external, tmp_path, runtime):
     moved = tmp_path / "elsewhere"
     shutil.copytree(external.path, moved)
-    report = graph_parity(open_bundle(moved), backend)
+    report = graph_parity(open_bundle(moved), runtime)
     assert report.passed, report
     assert len(report.verdicts) == 2
 

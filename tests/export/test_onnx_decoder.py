@@ -50,7 +50,7 @@ def test_the_cache_of_a_file_is_found_and_decoded(form, tmp_path):
     bundle = md.import_onnx(file, tmp_path / "bundle", axes=axes, golden=["opt"], precision="fp32")
     assert dict(bundle.manifest.spec.cached) == {"old_k": "new_k", "old_v": "new_v"}
     (trace,) = bundle.manifest.traces
-    report = md.validate(bundle, backends=["ort-cpu"], steps=9, source=file)
+    report = md.validate(bundle, runtimes=["ort-cpu"], steps=9, source=file)
     assert [(each.trace, each.outcome) for each in report.record.decode] == [
         (trace.name, Outcome.PASSED),
         ("drawn", Outcome.PASSED),

@@ -413,7 +413,7 @@ def test_operators_around_attention(name, tmp_path):
     path = around(operators, opset, tmp_path / "around.onnx")
     bundle = md.import_onnx(path, tmp_path / "bundle", axes={"S": "2:6:8"}, golden=["opt"])
     assert len(bundle.manifest.attention) == 1
-    assert md.validate(bundle, backends=["ort-cpu"]).outcome != "failed"
+    assert md.validate(bundle, runtimes=["ort-cpu"]).outcome != "failed"
 
 
 def test_the_types_of_inner_values_need_not_be_stated(tmp_path):
@@ -440,7 +440,7 @@ def test_an_attention_whose_weights_have_a_factor_is_judged_by_its_own_result(tm
         tmp_path / "gated.onnx", tmp_path / "bundle", golden=["opt"], axes={"S": "2:6:8"}, precision="fp32"
     )
     assert list(bundle.manifest.layers.values.values()) == ["attended"]
-    report = md.validate(bundle, backends=["ort-cpu"], latency=False)
+    report = md.validate(bundle, runtimes=["ort-cpu"], latency=False)
     (inside,) = [each for each in report.record.parity if each.cases == "layers"]
     assert [verdict.outcome for verdict in inside.verdicts] == ["passed"]
     assert not bundle.manifest.judged_by_outputs
@@ -459,7 +459,7 @@ def test_attentions_without_a_result_of_their_own_in_the_file_are_named(tmp_path
     )
     names = bundle.manifest.judged_by_outputs
     assert len(names) == 2
-    report = md.validate(bundle, backends=["ort-cpu"], latency=False)
+    report = md.validate(bundle, runtimes=["ort-cpu"], latency=False)
     assert any(names[0] in note for note in report.record.notes)
 
 
@@ -469,7 +469,7 @@ def test_what_float32_loses_in_sums_with_a_constant_is_no_mistake(tmp_path):
     path = around(far, 17, tmp_path / "far.onnx")
     options = {"axes": {"S": "2:6:8"}, "golden": ["opt"], "precision": "fp32"}
     bundle = md.import_onnx(path, tmp_path / "bundle", **options)
-    assert md.validate(bundle, backends=["ort-cpu"]).outcome != "failed"
+    assert md.validate(bundle, runtimes=["ort-cpu"]).outcome != "failed"
 
 
 def test_a_file_that_draws_numbers_is_refused(tmp_path):
@@ -515,7 +515,7 @@ def test_a_level_that_rounding_decides_is_no_mistake(tmp_path):
     halves = np.float32(0.05) * (np.arange(2 * 6 * 16, dtype=np.float32).reshape(2, 6, 16) % 40 - 19.5)
     options = {"axes": {"S": "2:6:8"}, "golden": ["opt"], "precision": "fp32", "inputs": {"x": halves}}
     bundle = md.import_onnx(path, tmp_path / "bundle", **options)
-    assert md.validate(bundle, backends=["ort-cpu"]).outcome != "failed"
+    assert md.validate(bundle, runtimes=["ort-cpu"]).outcome != "failed"
 
 
 MAP = """

@@ -199,7 +199,7 @@ def test_a_preallocated_cache_is_decoded_token_by_token(form, tmp_path):
     before = given.inputs["keys"].tensor.clone()
     bundle = md.export(given, tmp_path / form, precision="fp16", golden=("min",))
     assert torch.equal(given.inputs["keys"].tensor, before)
-    report = md.validate(bundle, backends=["ort-cpu"], probe=False)
+    report = md.validate(bundle, runtimes=["ort-cpu"], probe=False)
     assert report.passed, report.headline
     (trace,) = report.record.decode
     assert len(trace.errors) == trace.steps
@@ -233,7 +233,7 @@ def test_a_dynamic_cache_grows_beyond_what_one_call_brings(tmp_path):
     axes = {"B": "2", "S": "1:2:4", "P": "0:8:31"}
     given = md.Deployable(module=OneBlock(), inputs=inputs, axes=axes, kv_cache=cached)
     bundle = md.export(given, tmp_path / "bundle", precision="fp16", golden=("min",))
-    report = md.validate(bundle, backends=["ort-cpu"], probe=False)
+    report = md.validate(bundle, runtimes=["ort-cpu"], probe=False)
     assert report.passed, report.headline
     (trace,) = report.record.decode
     assert (max(trace.prompt), trace.steps) == (4, 28)

@@ -13,7 +13,7 @@ TINY = [name for name in catalog_names() if name.startswith("tiny-")]
 DECODES = ("eager", "ort-cuda", "ort-cuda-contrib", "tensorrt", "plugin")
 
 
-def evaluated(finder, backend, *, invariance=False):
+def evaluated(finder, runtime, *, invariance=False):
     """Run every golden case through one runtime."""
     manifest = finder.bundle.manifest
     plan = EvaluationPlan(
@@ -21,9 +21,9 @@ def evaluated(finder, backend, *, invariance=False):
         precision=manifest.precision,
         cases={"golden": list(golden_cases(finder.bundle))},
         invariance=invariance,
-        traces=traces_of(finder.bundle, ValidateOptions()) if backend in DECODES else (),
+        traces=traces_of(finder.bundle, ValidateOptions()) if runtime in DECODES else (),
     )
-    return evaluate(finder.named(backend), plan)
+    return evaluate(finder.named(runtime), plan)
 
 
 def assert_right(evaluation):

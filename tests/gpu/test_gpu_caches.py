@@ -21,7 +21,7 @@ def test_an_engine_decodes_a_cache_of_an_own_decoder(form, tmp_path):
     except DeployError as error:
         pytest.skip(f"TensorRT builds no engine of it: {error.in_one_line}")
     report = md.validate(bundle, latency=False)
-    decoded = {each.backend: each for each in report.record.decode}
+    decoded = {each.runtime: each for each in report.record.decode}
     assert any(name.startswith("tensorrt") for name in decoded), decoded
     wrong = [name for name, each in decoded.items() if each.outcome is not Outcome.PASSED]
     assert not wrong, report.headline
@@ -31,7 +31,7 @@ def test_an_engine_decodes_a_cache_of_an_own_decoder(form, tmp_path):
 @pytest.mark.parametrize("form", cached_models.FORMS)
 def test_onnx_runtime_decodes_a_cache_of_an_own_decoder_on_the_gpu(form, tmp_path):
     bundle = md.export(cached_models.FORMS[form](), tmp_path / form, precision="fp16", golden=FEW)
-    report = md.validate(bundle, backends=["ort-cuda"], latency=False)
+    report = md.validate(bundle, runtimes=["ort-cuda"], latency=False)
     assert report.outcome is not Outcome.FAILED, report.headline
     (decoded,) = report.record.decode
     assert decoded.outcome is Outcome.PASSED

@@ -45,35 +45,35 @@ def finders(prepared):
     return functools.cache(lambda name, precision: RuntimeFinder(prepared.bundle(name, precision)))
 
 
-def evaluated_or_skipped(finder, backend):
+def evaluated_or_skipped(finder, runtime):
     try:
-        return evaluated(finder, backend)
+        return evaluated(finder, runtime)
     except BackendUnavailable as error:
-        pytest.skip(f"{backend} is not here: {error.in_one_line}")
+        pytest.skip(f"{runtime} is not here: {error.in_one_line}")
     except DeployError as error:
-        if backend in NEVER_REFUSES and (backend, finder.bundle.manifest.spec.name) not in REFUSALS:
+        if runtime in NEVER_REFUSES and (runtime, finder.bundle.manifest.spec.name) not in REFUSALS:
             raise
-        if must_have_a_reason(finder.bundle.manifest, backend) and not is_reasoned(error):
+        if must_have_a_reason(finder.bundle.manifest, runtime) and not is_reasoned(error):
             raise
-        pytest.skip(f"{backend} does not take it: {error.in_one_line}")
+        pytest.skip(f"{runtime} does not take it: {error.in_one_line}")
 
 
-def must_have_a_reason(manifest, backend):
-    return backend in SDPA and manifest.spec.name in REASONED and manifest.precision.name == "fp16"
+def must_have_a_reason(manifest, runtime):
+    return runtime in SDPA and manifest.spec.name in REASONED and manifest.precision.name == "fp16"
 
 
 def is_reasoned(error):
     return "has no kernel for these inputs" in error.what and bool(error.got)
 
 
-@pytest.mark.parametrize("backend", QUICK)
+@pytest.mark.parametrize("runtime", QUICK)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", TINY)
-def test_a_layer_is_right(request, finders, name, precision, backend):
-    if (backend, name, precision) in KNOWN_WRONG:
+def test_a_layer_is_right(request, finders, name, precision, runtime):
+    if (runtime, name, precision) in KNOWN_WRONG:
         request.applymarker(pytest.mark.xfail(reason="a known mistake of the runtime", strict=True))
-    evaluation = evaluated_or_skipped(finders(name, precision), backend)
-    assert backend in evaluation.backend.split(), "the runner has its name"
+    evaluation = evaluated_or_skipped(finders(name, precision), runtime)
+    assert runtime in evaluation.runner.split(), "the runner has its name"
     assert_right(evaluation)
 
 

@@ -24,7 +24,7 @@ def test_an_engine_computes_its_new_weights(bundle, tmp_path):
     done = md.refit(engine, weights, tmp_path / "new", latency=False)
     assert done.report.passed, done.report.headline
     assert any(
-        "refittable" in each.backend or "tensorrt" in each.backend for each in done.report.record.parity
+        "refittable" in each.runtime or "tensorrt" in each.runtime for each in done.report.record.parity
     )
     assert done.engine.manifest.engine_sha256 != engine.manifest.engine_sha256
 

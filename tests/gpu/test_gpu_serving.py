@@ -24,14 +24,14 @@ def served(tmp_path):
     pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
     opened = []
 
-    def serve(bundle, backend):
-        if backend == "plugin":
+    def serve(bundle, runtime):
+        if runtime == "plugin":
             options = {"attention": "plugin", "accumulate": "fp32", "optimization_level": 1}
-            md.build_engine(bundle, backend="tensorrt", name=backend, **options)
-        package = md.package(bundle, tmp_path / "models", backends=[backend], sequences=4)
-        assert any(name.startswith("1/plugins/") for name in package.files) == (backend == "plugin")
+            md.build_engine(bundle, runtime="tensorrt", name=runtime, **options)
+        package = md.package(bundle, tmp_path / "models", runtimes=[runtime], sequences=4)
+        assert any(name.startswith("1/plugins/") for name in package.files) == (runtime == "plugin")
         size = package.max_batch
-        model = OwnProcess(package.path / "1", package.backends, batched=size > 0, sequences=size)
+        model = OwnProcess(package.path / "1", package.runtimes, batched=size > 0, sequences=size)
         opened.append((Kserve(package.path, model), model))
         return opened[-1][0].url
 
@@ -43,8 +43,8 @@ def served(tmp_path):
 
 
 @pytest.fixture(params=["ort-cuda", "plugin"])
-def backend(request):
-    """A backend; the plugin's case is skipped only where no library was named and none was built."""
+def runtime(request):
+    """A runtime; the plugin's case is skipped only where no library was named and none was built."""
     if request.param == "plugin" and ENVIRONMENT not in os.environ:
         pytest.importorskip("tensorrt", reason="TensorRT is not installed")
         try:
@@ -54,17 +54,17 @@ def backend(request):
     return request.param
 
 
-def test_requests_of_several_clients_are_right(served, backend, tmp_path):
+def test_requests_of_several_clients_are_right(served, runtime, tmp_path):
     bundle = md.export("tiny-padding", tmp_path / "bundle", precision="fp16")
-    report = md.validate(bundle, url=served(bundle, backend), clients=(1, 8), requests=40)
+    report = md.validate(bundle, url=served(bundle, runtime), clients=(1, 8), requests=40)
     assert report.passed, report.headline
     assert [(point["wrong"], point["errors"]) for point in report.to_dict()["serving"]] == [(0, {})] * 2
 
 
 @pytest.mark.parametrize("cache", ["preallocated", "dynamic"])
-def test_64_decode_steps_of_interleaved_sequences_are_right(served, backend, cache, tmp_path):
+def test_64_decode_steps_of_interleaved_sequences_are_right(served, runtime, cache, tmp_path):
     bundle = sequences_of_64_steps(cache, tmp_path)
-    report = md.validate(bundle, url=served(bundle, backend), clients=(4,), requests=1)
+    report = md.validate(bundle, url=served(bundle, runtime), clients=(4,), requests=1)
     assert report.passed, report.headline
     (decode,) = report.to_dict()["decode"]
     assert (decode["steps"], decode["outcome"]) == (64, "passed")

@@ -91,10 +91,10 @@ def test_a_version_compatible_engine_runs_in_the_lean_runtime(bundles, tmp_path)
         pytest.skip("the lean runtime is not installed")
     opened = open_bundle(copy_of(bundles("tiny-gqa"), tmp_path / "bundle"))
     engine = md.build_engine(opened, backend="tensorrt", version_compatible=True, name="vc")
-    report = md.validate(opened, backends=["vc", "tensorrt-lean"], samples=100, sweep=False)
+    report = md.validate(opened, runtimes=["vc", "tensorrt-lean"], samples=100, sweep=False)
     assert report.passed, report.headline
     (point,) = report.to_dict()["latency"]["points"]
-    timed = {row["name"]: row["backend"] for row in point["rows"] if row["timing"]}
+    timed = {row["name"]: row["runtime"] for row in point["rows"] if row["timing"]}
     assert set(timed) == {"vc", "vc in tensorrt-lean"}
     assert timed["vc in tensorrt-lean"].startswith("tensorrt-lean ")
     assert engine.manifest.options["version_compatible"]

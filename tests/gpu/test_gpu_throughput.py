@@ -7,13 +7,13 @@ import mha_deploy as md
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("backend", ["ort-cuda", "eager", "sdpa-flash", "compile"])
-def test_several_streams_give_right_results(bundles, backend):
-    found = md.bench(bundles("tiny-gqa"), at=["opt"], backends=[backend], streams=(1, 2, 4))
+@pytest.mark.parametrize("runtime", ["ort-cuda", "eager", "sdpa-flash", "compile"])
+def test_several_streams_give_right_results(bundles, runtime):
+    found = md.bench(bundles("tiny-gqa"), at=["opt"], runtimes=[runtime], streams=(1, 2, 4))
     assert not found.wrong
     rows = [row for row in found.throughput if row.refused is None]
     if not rows:
-        pytest.skip(f"{backend}: {found.throughput[0].refused}")
+        pytest.skip(f"{runtime}: {found.throughput[0].refused}")
     assert [row.streams for row in rows] == [1, 2, 4]
     assert all(row.per_second > 0 for row in rows)
 
@@ -23,9 +23,9 @@ def test_an_engine_runs_on_several_streams(bundles, tmp_path):
 
     folder = shutil.copytree(bundles("tiny-gqa").path, tmp_path / "bundle")
     try:
-        engine = md.build_engine(folder, backend="tensorrt", allow_decomposed=True)
+        engine = md.build_engine(folder, runtime="tensorrt", allow_decomposed=True)
     except md.DeployError as error:
         pytest.skip(f"TensorRT: {error.in_one_line}")
-    found = md.bench(folder, at=["opt"], backends=[engine.path.stem], streams=(1, 4))
+    found = md.bench(folder, at=["opt"], runtimes=[engine.path.stem], streams=(1, 4))
     assert [row.refused for row in found.throughput] == [None, None]
     md.BenchReport([found]).save(tmp_path)

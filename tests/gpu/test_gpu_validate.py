@@ -72,8 +72,8 @@ def test_every_runtime_is_timed_on_one_device_and_the_report_keeps_its_schema(re
 
 def test_bench_times_the_sizes_that_were_asked_for(deployed, run_cli, tmp_path):
     done = run_cli(
-        *("bench", deployed.path, "--at", "B=2,S=33", "--at", "opt", "--backend", "tensorrt"),
-        *("--backend", "eager", "--samples", 100, "-o", tmp_path, "--json"),
+        *("bench", deployed.path, "--at", "B=2,S=33", "--at", "opt", "--runtime", "tensorrt"),
+        *("--runtime", "eager", "--samples", 100, "-o", tmp_path, "--json"),
     )
     assert done.code == 0, done.err
     data = json.loads(done.out)
@@ -114,7 +114,7 @@ def test_a_decoder_of_a_user_decodes_in_an_engine(tmp_path):
     md.build_engine(bundle)
     report = md.validate(bundle, latency=False)
     assert report.passed, report.headline
-    decoded = [each for each in report.to_dict()["decode"] if "tensorrt" in each["backend"]]
+    decoded = [each for each in report.to_dict()["decode"] if "tensorrt" in each["runtime"]]
     assert decoded
     assert all(each["outcome"] == "passed" for each in decoded)
 

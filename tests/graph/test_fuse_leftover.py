@@ -458,7 +458,7 @@ def test_attention_inside_is_validated_at_the_outputs(name, tmp_path):
     file, sizes = tmp_path / "model.onnx", {"S": "1:4:6"}
     onnx.save(model, file)
     bundle = md.import_onnx(file, tmp_path / "bundle", axes=sizes, golden=("opt",), precision="fp32")
-    report = md.validate(bundle, backends=("ort-cpu",), latency=False)
+    report = md.validate(bundle, runtimes=("ort-cpu",), latency=False)
     assert (report.passed, len(bundle.manifest.attention)) == (True, 1)
     assert any("not measured" in note for note in report.to_dict()["notes"])
 
@@ -469,7 +469,7 @@ def test_attention_in_a_branch_that_no_case_takes_is_not_verified(tmp_path):
     bundle = md.import_onnx(
         tmp_path / "model.onnx", tmp_path / "bundle", axes={"S": "1:4:6"}, golden=("opt",), precision="fp32"
     )
-    report = md.validate(bundle, backends=("ort-cpu",), latency=False)
+    report = md.validate(bundle, runtimes=("ort-cpu",), latency=False)
     assert (report.outcome, len(bundle.manifest.attention)) == ("not verified", 1)
     assert any("attention" in gap for gap in report.to_dict()["verdict"]["not_verified"])
 

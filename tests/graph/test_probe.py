@@ -18,7 +18,7 @@ from mha_deploy.graph.ir import input_at
 from mha_deploy.graph.mixed_precision import read_values
 from mha_deploy.reference import build_module
 from mha_deploy.reference.attention import padding_mask, split_heads, visible_from
-from mha_deploy.runtime import available_cpu_backend, run_cases
+from mha_deploy.runtime import available_cpu_runtime, run_cases
 from mha_deploy.validation.fp16_range import lowest_constant, measurable_attentions
 
 # Between them: packed and separate projections, grouped heads, every mask, cross attention, two attentions,
@@ -86,11 +86,11 @@ def cached_inputs(layer, feeds, Q, K, V):
     return {"Q": split_heads(Q, spec.Hq), **buffers, "lengths": (feeds["lengths"] + S).long()}
 
 
-def read_inputs(model, cases, backend):
+def read_inputs(model, cases, runtime):
     """The attentions of a model, and what reads their inputs in each case."""
     nodes = [node for node in model.graph if node.op_type == "Attention"]
     values = [value for node in nodes for value in inputs_by_role(node).values()]
-    return nodes, read_values(functools.partial(run_cases, backend), model, values, cases)
+    return nodes, read_values(functools.partial(run_cases, runtime), model, values, cases)
 
 
 @pytest.mark.sweep(2)
@@ -108,7 +108,7 @@ def test_the_inputs_of_every_attention_are_read(bundles, name, precision):
     model, golden = load_graph(bundle.model_path), list(golden_cases(bundle))
     before = ir.to_proto(model).SerializeToString(deterministic=True)
     cases = {case.name: case.inputs for case in golden}
-    nodes, reads = read_inputs(model, cases, available_cpu_backend(bundle.manifest.precision))
+    nodes, reads = read_inputs(model, cases, available_cpu_runtime(bundle.manifest.precision))
     for case, read in zip(golden, reads, strict=True):
         for node, wanted in zip(nodes, exact_inputs(bundle, case), strict=True):
             got = inputs_by_role(node)

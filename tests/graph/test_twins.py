@@ -15,7 +15,7 @@ from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.upcast import float32_twin, unfused_twin
 from mha_deploy.judge import judge_case
-from mha_deploy.runtime import cpu_backend, open_runner
+from mha_deploy.runtime import cpu_runtime, open_runner
 
 MODELS = [
     ("tiny-gqa", "fp16"),
@@ -61,7 +61,7 @@ def test_a_twin_has_the_interface_of_the_graph_and_the_inside_of_every_attention
 def test_a_twin_gives_the_right_answers(bundles, name, precision, twin_of):
     bundle = bundles(name, precision)
     with open_runner(
-        cpu_backend(bundle.manifest.precision), twin_of(load_graph(bundle.model_path))
+        cpu_runtime(bundle.manifest.precision), twin_of(load_graph(bundle.model_path))
     ) as runner:
         for case in golden_cases(bundle):
             got = runner.run(case.inputs)

@@ -5,9 +5,9 @@ import random
 from example_results import verdict
 
 
-def decode(backend, *, level=8e-4, steps=300, growth=1.3, prompt=(24, 12, 6), trace="steps"):
+def decode(runtime, *, level=8e-4, steps=300, growth=1.3, prompt=(24, 12, 6), trace="steps"):
     """A trace that was decoded through rightly."""
-    dice = random.Random(f"{backend} {trace}")
+    dice = random.Random(f"{runtime} {trace}")
     own, eager = random.Random(trace), 9e-4
     errors = [level * growth ** (i / steps) * dice.uniform(0.7, 1.4) for i in range(steps)]
     eager_errors = [eager * 1.2 ** (i / steps) * own.uniform(0.7, 1.4) for i in range(steps)]
@@ -15,7 +15,7 @@ def decode(backend, *, level=8e-4, steps=300, growth=1.3, prompt=(24, 12, 6), tr
     return {
         "model": "bert-base",
         "precision": "fp16",
-        "backend": backend,
+        "runtime": runtime,
         "trace": trace,
         "outcome": "passed",
         "prompt": list(prompt),

@@ -23,7 +23,7 @@ HOSTILE = "</title><script>alert(1)</script><img src=x onerror=alert(2)>\"'&|`\u
 def passing():
     """A whole report from a machine with a GPU."""
     return {
-        "format": 4,
+        "format": 5,
         "tool": {
             "name": "mha-deploy",
             "version": "0.1.0",
@@ -59,7 +59,7 @@ def passing():
             invariance("batch size", "B=1 against B=8", bitwise=False, share=0.11),
             invariance("profile", "profile 0 against profile 1", bitwise=False, share=0.24),
             invariance("batch size", "not applicable: no other batch is allowed", bitwise=False, share=None)
-            | {"case": "", "backend": "ort-cpu 1.31.1", "outcome": "not verified"},
+            | {"case": "", "runtime": "ort-cpu 1.31.1", "outcome": "not verified"},
         ],
         "runtimes": {"ort-cpu 1.31.1": "ort-cpu", "tensorrt 8.6.1": "tensorrt"},
         "conformance": conformance(),
@@ -215,7 +215,7 @@ def bench():
         for i, n in enumerate(names)
     ]
     return {
-        "format": 4,
+        "format": 5,
         "tool": {"name": "mha-deploy", "version": "0.1.0"},
         "created": "2026-11-15T05:00:00Z",
         "environment": environment(gpu=True),

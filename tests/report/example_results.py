@@ -58,14 +58,14 @@ def environment(*, gpu):
 CASES = {"min": (1, 1), "opt": (8, 128), "odd": (3, 37), "ragged": (4, 24), "large": (16, 512)}
 
 
-def parity(backend, share):
+def parity(runtime, share):
     verdicts = [
         verdict(case, *sizes, share * (1 + 0.07 * i)) for i, (case, sizes) in enumerate(CASES.items())
     ]
     return {
         "model": "bert-base",
         "precision": "fp16",
-        "backend": backend,
+        "runtime": runtime,
         "cases": "golden",
         "outcome": "passed",
         "accumulation": {"type": "fp32", "why": "ONNX Runtime accumulates in FP32"},
@@ -110,11 +110,11 @@ def break_verdict(data, share):
     }
 
 
-def heatmap(backend, size):
-    dice = random.Random(backend)
+def heatmap(runtime, size):
+    dice = random.Random(runtime)
     values = [[size * (0.5 + 0.08 * head + 0.6 * dice.random()) for _ in range(32)] for head in range(12)]
     return {
-        "backend": backend,
+        "runtime": runtime,
         "case": "opt",
         "output": "output",
         "rows": "head",
@@ -127,7 +127,7 @@ def heatmap(backend, size):
 
 def invariance(check, detail, *, bitwise, share):
     return {
-        "backend": "tensorrt 8.6.1",
+        "runtime": "tensorrt 8.6.1",
         "case": "opt",
         "check": check,
         "detail": detail,

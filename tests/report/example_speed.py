@@ -88,7 +88,7 @@ def point(batch, length, dice):
 
 
 def row(entry, flops, count, floor, length, dice):
-    name, backend, family, factor = entry
+    name, runtime, family, factor = entry
     worse = 1 + length / 900 if name in ("eager", "sdpa-math") else 1
     p50 = (9 + 1.4 * floor) * factor * worse * dice.uniform(0.94, 1.06)
     timing = {
@@ -116,7 +116,7 @@ def row(entry, flops, count, floor, length, dice):
     kernels = [{"name": k, "calls": c, "microseconds": share * p50} for k, c, share in KERNELS]
     return {
         "name": name,
-        "backend": backend,
+        "runtime": runtime,
         "family": family,
         "refused": None,
         "timing": timing,

@@ -42,7 +42,7 @@ def test_every_row_has_a_cell_for_every_column(decodes):
     data = decode_data(step(512), step(1024), step(2048)) if decodes else fresh("passing")
     data["latency"]["points"][1]["rows"][0]["tokens_per_s"] = None
     table = (
-        report_page(data).split("Latency of every backend at every size</caption>")[1].split("</table>")[0]
+        report_page(data).split("Latency of every runtime at every size</caption>")[1].split("</table>")[0]
     )
     columns = table.count('scope="col"')
     assert "colspan" in table, "a row that was refused"

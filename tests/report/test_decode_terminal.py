@@ -25,7 +25,7 @@ def printed(report, width=80):
 def verdict_of(report):
     """The row of the verdict: its cells by their headings."""
     lines = [re.split(r"\s{2,}", line.strip()) for line in printed(report, width=300).splitlines()]
-    place = next(i for i, line in enumerate(lines) if line[0] == "backend")
+    place = next(i for i, line in enumerate(lines) if line[0] == "runtime")
     return dict(zip(lines[place], lines[place + 2], strict=True))
 
 
@@ -33,7 +33,7 @@ def test_the_terminal_shows_verdict_share_growth_and_errors():
     report = decoded()
     found = verdict_of(report)
     assert (found["verdict"], found["steps"], found["wrong at"]) == ("passed", str(STEPS), "–")
-    assert (found["backend"], found["prompts"]) == ("replay 1.0", "5, 2 and 7")
+    assert (found["runtime"], found["prompts"]) == ("replay 1.0", "5, 2 and 7")
     plain = as_plain(report.record)
     assert (found["growth"], found["eager's"]) == (times(plain["growth"]), times(plain["eager_growth"]))
     assert found["used"] == f"{report.share:.0%}"
@@ -84,7 +84,7 @@ def test_long_traces_have_a_short_table():
 
 @pytest.mark.slow
 def test_validate_steps_through_the_trace_of_a_bundle(run_cli, bundles, tmp_path):
-    bundle, arguments = bundles("tiny-preallocated").path, ("--backend", "ort-cpu", "--out", tmp_path)
+    bundle, arguments = bundles("tiny-preallocated").path, ("--runtime", "ort-cpu", "--out", tmp_path)
     done = run_cli("validate", bundle, *arguments)
     assert done.code == 0
     assert re.search(r"ort-cpu.*\bpassed\s+steps\s+24, 12", done.out)

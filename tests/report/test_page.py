@@ -216,7 +216,7 @@ def test_a_check_that_could_not_be_made_does_not_pass():
 
 def test_every_row_of_the_latency_table_is_there():
     page = (
-        page_of("passing").split("Latency of every backend at every size</caption>")[1].split("</table>")[0]
+        page_of("passing").split("Latency of every runtime at every size</caption>")[1].split("</table>")[0]
     )
     assert page.count("<tr>") == 1 + 48
     assert page.count("not timed") == 2

@@ -110,7 +110,7 @@ def test_what_is_wrong_is_named_with_its_place(change, place):
     assert line.startswith(place)
 
 
-@pytest.mark.parametrize("data", [None, [], "text", {}, {"format": 4}])
+@pytest.mark.parametrize("data", [None, [], "text", {}, {"format": 5}])
 def test_anything_can_be_checked(data):
     assert check_report(data)
     assert check_bench(data)
@@ -140,5 +140,5 @@ def test_a_name_that_is_no_text_is_spelled_out():
 @pytest.mark.parametrize("make", [plain_report, plain_bench])
 def test_data_that_does_not_keep_the_format_is_refused(make):
     with pytest.raises(DeployError, match="does not follow its format") as caught:
-        make({"format": 4})
+        make({"format": 5})
     assert "missing" in caught.value.got

@@ -85,21 +85,21 @@ def bug():
     raise ZeroDivisionError("a bug")
 
 
-def open_ort_that_fails(backend, model):
+def open_ort_that_fails(runtime, model):
     """ONNX Runtime crashes, the reference evaluator does not."""
-    if backend != "onnx-reference":
+    if runtime != "onnx-reference":
         segmentation_fault()
     from mha_deploy.runtime import _open_graph
 
-    return _open_graph(backend, model)
+    return _open_graph(runtime, model)
 
 
-def open_ort_that_fails_at_37(backend, model):
+def open_ort_that_fails_at_37(runtime, model):
     """ONNX Runtime itself, which crashes at one size."""
     from mha_deploy.runtime import _open_graph
 
-    runner = _open_graph(backend, model)
-    if backend == "onnx-reference":
+    runner = _open_graph(runtime, model)
+    if runtime == "onnx-reference":
         return runner
     run = runner._run
 

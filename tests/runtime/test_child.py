@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mha_deploy import runtime as backends
+from mha_deploy import runtime as runtimes
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.runtime import child, open_runner
 from mha_deploy.runtime.child import RuntimeCrash, call_isolated, isolation, open_isolated
@@ -215,22 +215,22 @@ def validated(run_cli, bundles, tmp_path):
 
 
 def test_a_runtime_that_crashes_fails_and_the_others_are_judged(validated, monkeypatch):
-    monkeypatch.setattr(backends, "_open_graph", failing.open_ort_that_fails)
+    monkeypatch.setattr(runtimes, "_open_graph", failing.open_ort_that_fails)
     monkeypatch.setattr(child, "_PRELOADED", {})  # each of its processes ends before it needs ONNX Runtime
     done, report = validated()
     assert done.code == 1
     failures = [each["text"] for each in report["verdict"]["findings"] if each["level"] == "failure"]
     assert any("ort-cpu" in text and "SIGSEGV" in text for text in failures)
-    assert {parity["backend"].split()[0] for parity in report["parity"]} == {"onnx-reference"}
+    assert {parity["runtime"].split()[0] for parity in report["parity"]} == {"onnx-reference"}
     assert all(parity["outcome"] == "passed" for parity in report["parity"])
 
 
 @pytest.mark.slow
 def test_a_crash_at_one_size_fails_that_case(validated, monkeypatch):
-    monkeypatch.setattr(backends, "_open_graph", failing.open_ort_that_fails_at_37)
-    done, report = validated("--backend", "ort-cpu", "--backend", "onnx-reference")
+    monkeypatch.setattr(runtimes, "_open_graph", failing.open_ort_that_fails_at_37)
+    done, report = validated("--runtime", "ort-cpu", "--runtime", "onnx-reference")
     assert done.code == 1
-    ours = [parity for parity in report["parity"] if parity["backend"].startswith("ort-cpu")]
+    ours = [parity for parity in report["parity"] if parity["runtime"].startswith("ort-cpu")]
     verdicts = {verdict["case"]: verdict for parity in ours for verdict in parity["verdicts"]}
     assert verdicts["opt"]["outcome"] == "passed"
     assert "SIGSEGV" in verdicts["odd"]["problem"]
@@ -270,6 +270,6 @@ def test_the_option_in_process_starts_no_process(run_cli, bundles, tmp_path, mon
     monkeypatch.setattr(child, "Child", refuse)
     monkeypatch.setattr(child, "_idle", {})
     fewer = ("--no-sweep", "--no-probe", "--no-report")
-    assert run_cli("validate", folder, "--in-process", "--backend", "ort-cpu", *fewer).code == 0
+    assert run_cli("validate", folder, "--in-process", "--runtime", "ort-cpu", *fewer).code == 0
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
     assert run_cli("build-engine", folder, "--in-process").code == 0

@@ -96,7 +96,7 @@ def test_a_graph_that_never_ends_is_ended_alone(tmp_path, monkeypatch):
     )
     path = tmp_path / "model.onnx"
     path.write_bytes(onnx.helper.make_model(graph).SerializeToString())
-    with md.open_runner(path, backend="onnx-reference") as runner:
+    with md.open_runner(path, runtime="onnx-reference") as runner:
         assert runner.run({"trips": np.array(3), "yes": np.array(True)})["y"] == 3
         monkeypatch.setattr(isolation, "limit_s", 0.25)
         with pytest.raises(DeployError, match=r"did not answer within 0\.25 s"):

@@ -53,10 +53,10 @@ def test_inputs_are_checked(bundles):
                 runner.run(bad)
 
 
-def test_bfloat16_is_refused_with_the_backend_that_has_it(bundles):
+def test_bfloat16_is_refused_with_the_runtime_that_has_it(bundles):
     with pytest.raises(BackendUnavailable, match="no CPU kernel") as caught:
         OrtCpuRunner(bundles("tiny-padding", "bf16").model_path)
-    assert 'backend="onnx-reference"' in caught.value.hint
+    assert 'runtime="onnx-reference"' in caught.value.hint
     assert "NOT_IMPLEMENTED" in caught.value.got
     assert caught.value.exit_code == 3
 

@@ -51,10 +51,10 @@ def cpu_session(bundle):
 
 
 @pytest.mark.skipif(not CPU_PACKAGE, reason="this ONNX Runtime has a CUDA provider")
-@pytest.mark.parametrize("backend", GPU_RUNNERS)
-def test_the_package_for_cpus_is_refused_with_the_one_for_gpus(bundles, backend):
+@pytest.mark.parametrize("runtime", GPU_RUNNERS)
+def test_the_package_for_cpus_is_refused_with_the_one_for_gpus(bundles, runtime):
     with pytest.raises(BackendUnavailable, match="has no CUDA provider") as caught:
-        open_runner(backend, bundles("tiny-gqa").model_path)
+        open_runner(runtime, bundles("tiny-gqa").model_path)
     assert "CPUExecutionProvider" in caught.value.got
     assert "mha-deploy[ort-gpu]" in caught.value.hint
     assert caught.value.exit_code == 3

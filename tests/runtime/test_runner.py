@@ -8,7 +8,7 @@ import torch
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import Axis
-from mha_deploy.runtime import CPU_RUNNERS, GPU_RUNNERS, RUNNERS, cpu_backend, open_runner
+from mha_deploy.runtime import CPU_RUNNERS, GPU_RUNNERS, RUNNERS, cpu_runtime, open_runner
 from mha_deploy.runtime.runner import Runner, TensorInfo, check_feeds
 
 INPUTS = {
@@ -102,18 +102,18 @@ def test_a_runner_is_closed_when_its_block_fails():
     assert runner.events == ["close"]
 
 
-def test_an_unknown_backend_is_refused_with_the_nearest(tmp_path):
-    with pytest.raises(DeployError, match="No such backend") as caught:
+def test_an_unknown_runtime_is_refused_with_the_nearest(tmp_path):
+    with pytest.raises(DeployError, match="No such runtime") as caught:
         open_runner("ort-cpo", tmp_path / "model.onnx")
     assert "'ort-cpu'" in caught.value.hint
     assert not isinstance(caught.value, BackendUnavailable), "a slip of the pen, not a missing runtime"
 
 
-@pytest.mark.parametrize("backend", CPU_RUNNERS)
-def test_every_backend_can_be_opened_by_its_name(bundles, backend):
+@pytest.mark.parametrize("runtime", CPU_RUNNERS)
+def test_every_runtime_can_be_opened_by_its_name(bundles, runtime):
     bundle = bundles("tiny-gqa")
-    with open_runner(backend, bundle.model_path) as runner:
-        assert runner.name.startswith(f"{backend} ")
+    with open_runner(runtime, bundle.model_path) as runner:
+        assert runner.name.startswith(f"{runtime} ")
         spec = bundle.manifest.spec
         assert {name: info.dims for name, info in runner.inputs.items()} == {
             tensor.name: tensor.dims for tensor in spec.inputs
@@ -121,22 +121,22 @@ def test_every_backend_can_be_opened_by_its_name(bundles, backend):
         assert {name: info.dtype for name, info in runner.outputs.items()} == {"output": np.float16}
 
 
-@pytest.mark.parametrize("backend", CPU_RUNNERS)
+@pytest.mark.parametrize("runtime", CPU_RUNNERS)
 @pytest.mark.parametrize(
     "content", [b"", b"garbage", b"\x08\x0a" * 20, None], ids=["empty", "text", "wire", "absent"]
 )
-def test_a_file_that_is_no_model_is_refused(tmp_path, backend, content):
+def test_a_file_that_is_no_model_is_refused(tmp_path, runtime, content):
     path = tmp_path / "model.onnx"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DeployError) as caught:
-        open_runner(backend, path)
+        open_runner(runtime, path)
     assert str(path) in caught.value.got
 
 
-@pytest.mark.parametrize("backend", CPU_RUNNERS)
+@pytest.mark.parametrize("runtime", CPU_RUNNERS)
 @pytest.mark.parametrize("place", ["absent.bin", "../outside.bin"])
-def test_weights_that_are_missing_or_elsewhere_are_refused(tmp_path, backend, place):
+def test_weights_that_are_missing_or_elsewhere_are_refused(tmp_path, runtime, place):
     """A graph from elsewhere cannot make a runtime read any file it likes, nor fall over one that is lost."""
     (tmp_path / "outside.bin").write_bytes(bytes(16))
     (tmp_path / "bundle").mkdir()
@@ -151,12 +151,12 @@ def test_weights_that_are_missing_or_elsewhere_are_refused(tmp_path, backend, pl
     model = onnx.helper.make_model(body, ir_version=11, opset_imports=opsets)
     path.write_bytes(model.SerializeToString())
     with pytest.raises(DeployError) as caught:
-        open_runner(backend, path)
+        open_runner(runtime, path)
     assert place.rpartition("/")[2] in str(caught.value)
 
 
-def test_each_precision_has_a_backend_with_kernels_for_it():
-    chosen = {name: cpu_backend(precision) for name, precision in PRECISIONS.items()}
+def test_each_precision_has_a_runtime_with_kernels_for_it():
+    chosen = {name: cpu_runtime(precision) for name, precision in PRECISIONS.items()}
     assert chosen == {"fp16": "ort-cpu", "bf16": "onnx-reference", "fp32": "ort-cpu"}
     assert set(chosen.values()) <= set(CPU_RUNNERS)
     assert set(RUNNERS) == {*CPU_RUNNERS, *GPU_RUNNERS}

@@ -107,6 +107,6 @@ def test_the_lowered_graph_is_saved_and_computes_the_model(bundles, tmp_path, ru
     graph = tmp_path / "lowered.onnx"
     options = ("--backend", "tensorrt-rtx", "--sm", "89", "--name", "saved", "--overwrite")
     assert run_cli("build-engine", bundle.path, *options, "--save-onnx", graph).code == 0
-    assert md.validate(bundle, graphs=[graph], probe=False, backends=["onnx-reference"]).passed
+    assert md.validate(bundle, graphs=[graph], probe=False, runtimes=["onnx-reference"]).passed
     taken = options[:-1]
     refused("build-engine", bundle.path, *taken, "--save-onnx", graph, what="is there")

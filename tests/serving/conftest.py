@@ -26,10 +26,10 @@ def served(bundles, tmp_path, monkeypatch):
     def serve(name, *, bundle=None, **handlers):
         monkeypatch.setattr(isolation, "enabled", isolation.enabled)  # loading a served model disables it
         package = md.package(
-            bundle or bundles(name), tmp_path / "models", backends=["ort-cpu"], overwrite=True
+            bundle or bundles(name), tmp_path / "models", runtimes=["ort-cpu"], overwrite=True
         )
         model = ServedModel(
-            package.path / "1", package.backends, batched=package.max_batch > 0, sequences=package.max_batch
+            package.path / "1", package.runtimes, batched=package.max_batch > 0, sequences=package.max_batch
         )
         server = Kserve(package.path, model, **handlers)
         opened.extend([server, model])

@@ -127,9 +127,9 @@ class Handler(BaseHTTPRequestHandler):
 class OwnProcess:
     """A served model in a process of its own, as Triton's Python backend has it."""
 
-    def __init__(self, folder, backends, **settings):
+    def __init__(self, folder, runtimes, **settings):
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        self._call(_load, folder, backends, settings)
+        self._call(_load, folder, runtimes, settings)
 
     def _call(self, function, *arguments):
         return self._pool.submit(function, *arguments).result()
@@ -145,8 +145,8 @@ class OwnProcess:
 _loaded = []
 
 
-def _load(folder, backends, settings):
-    _loaded.append(ServedModel(folder, backends, **settings))
+def _load(folder, runtimes, settings):
+    _loaded.append(ServedModel(folder, runtimes, **settings))
 
 
 def _infer(requests):

@@ -38,7 +38,7 @@ ADA = {"name": "NVIDIA L4", "compute_cap": "8.9"}
 def package(bundles, tmp_path):
     def make(model, precision="fp16", /, **options):
         return md.package(
-            bundles(model, precision), tmp_path / "models", **{"backends": ["ort-cpu"], **options}
+            bundles(model, precision), tmp_path / "models", **{"runtimes": ["ort-cpu"], **options}
         )
 
     return make
@@ -67,8 +67,8 @@ def test_an_engine_that_cannot_run_here_and_is_left_out_is_named(bundles, tmp_pa
     if not (misfits := md.inspect(engine.path).misfits):
         pytest.skip("the engine runs here")
     assert md.package(bundle, tmp_path / "models").left_out == {"tensorrt-rtx": "; ".join(misfits)}
-    assert not md.package(bundle, tmp_path / "more", backends=["ort-cpu"]).left_out
-    served = md.package(bundle, tmp_path / "rtx", backends=["tensorrt-rtx"])
+    assert not md.package(bundle, tmp_path / "more", runtimes=["ort-cpu"]).left_out
+    served = md.package(bundle, tmp_path / "rtx", runtimes=["tensorrt-rtx"])
     readme = (served.path / "README.md").read_text()
     assert f"TensorRT {engine.manifest.version}" not in readme, "no release of the server has it inside"
     assert f"=={engine.manifest.version}" in readme, "so it is installed"
@@ -137,7 +137,7 @@ def named(tmp_path_factory):
 
 @pytest.mark.parametrize("axis", ["batch_size", "documents"])
 def test_the_batch_may_have_any_name(named, tmp_path, axis):
-    made = md.package(named(axis, [axis, 6]), tmp_path / "models", backends=["ort-cpu"])
+    made = md.package(named(axis, [axis, 6]), tmp_path / "models", runtimes=["ort-cpu"])
     found = config_of(made)
     assert (made.max_batch, found.max_batch_size, made.unbatched) == (4, 4, "")
     assert [list(each.dims) for each in (*found.input, *found.output)] == [[6], [6]]
@@ -146,11 +146,11 @@ def test_the_batch_may_have_any_name(named, tmp_path, axis):
 
 def test_elements_that_depend_on_each_other_are_no_batch(named, tmp_path):
     bundle = named("tokens", ["tokens", 6], second=True)
-    made = md.package(bundle, tmp_path / "models", backends=["ort-cpu"])
+    made = md.package(bundle, tmp_path / "models", runtimes=["ort-cpu"])
     assert made.max_batch == config_of(made).max_batch_size == 0
     assert "tokens" in made.unbatched
     with pytest.raises(md.DeployError, match="cannot batch") as caught:
-        md.package(bundle, tmp_path / "others", backends=["ort-cpu"], max_batch=2)
+        md.package(bundle, tmp_path / "others", runtimes=["ort-cpu"], max_batch=2)
     assert "tokens" in caught.value.got
 
 
@@ -194,9 +194,9 @@ def test_a_model_of_that_name_is_replaced_only_on_request(package, tmp_path):
         ({"max_batch": 5}, "does not take such a batch"),
         ({"variant": "onnx"}, "no such variant"),
         ({"variant": "tensorrt_plan"}, "not a graph"),
-        ({"variant": "tensorrt_plan", "backends": ()}, "no TensorRT engine"),
-        ({"backends": ["ort-cpi"]}, "no engine of that name"),
-        ({"backends": ["ort-cpu", "ort-cuda"]}, "no engine of that name"),
+        ({"variant": "tensorrt_plan", "runtimes": ()}, "no TensorRT engine"),
+        ({"runtimes": ["ort-cpi"]}, "no engine of that name"),
+        ({"runtimes": ["ort-cpu", "ort-cuda"]}, "no engine of that name"),
         ({"name": "../up"}, "cannot be the name"),
         ({"instances": 0}, "instances is out of bounds"),
     ],
@@ -219,22 +219,22 @@ def test_a_batch_that_the_model_does_not_have_is_refused(package):
 def test_outputs_of_the_last_token_only_cannot_be_served_as_sequences(own_bundles, tmp_path):
     bundle = own_bundles("decoder_of_the_last_token")
     with pytest.raises(md.DeployError, match="entry for each token") as caught:
-        md.package(bundle, tmp_path / "models", backends=["ort-cpu"])
+        md.package(bundle, tmp_path / "models", runtimes=["ort-cpu"])
     assert caught.value.got == "logits"
 
 
 def test_bfloat16_has_no_arrays_in_the_python_backend(package):
     with pytest.raises(md.DeployError, match="no bfloat16"):
-        package("tiny-padding", "bf16", backends=["onnx-reference"])
+        package("tiny-padding", "bf16", runtimes=["onnx-reference"])
 
 
 def test_the_command_line_says_how_to_start_it(run_cli, bundles, tmp_path):
     done = run_cli(
-        "package", bundles("tiny-gqa").path, "--triton", tmp_path / "m", "--backend", "ort-cpu", "--json"
+        "package", bundles("tiny-gqa").path, "--triton", tmp_path / "m", "--runtime", "ort-cpu", "--json"
     )
     assert done.code == 0, done.err
     data = json.loads(done.out)
-    assert data["backends"] == ["ort-cpu"]
+    assert data["runtimes"] == ["ort-cpu"]
     assert "tritonserver --model-repository=/models" in data["command"]
     readme = (Path(data["path"]) / "README.md").read_text()
     assert "docker run" in readme
@@ -247,12 +247,12 @@ def test_the_command_line_says_how_to_start_it(run_cli, bundles, tmp_path):
 
 def test_a_bundle_whose_last_validation_failed_is_refused(run_cli, bundles, tmp_path):
     bundle = Path(shutil.copytree(bundles("tiny-gqa").path, tmp_path / "bundle"))
-    command = ("package", bundle, "-o", tmp_path / "triton", "--backend", "ort-cpu", "--json")
+    command = ("package", bundle, "-o", tmp_path / "triton", "--runtime", "ort-cpu", "--json")
     done = run_cli(*command)
     assert (done.code, json.loads(done.out)["validated"]) == (0, None), done.err
     lines = {None: run_cli(*command[:-1], "--overwrite").out}
 
-    md.validate(bundle, backends=["ort-cpu"], require_run=True).save(bundle)
+    md.validate(bundle, runtimes=["ort-cpu"], require_run=True).save(bundle)
     done = run_cli(*command, "--overwrite")
     assert done.code == 1
     error = json.loads(done.out)["error"]
@@ -321,8 +321,8 @@ def test_one_model_serves_several_kinds_of_gpu(plan):
 
 def test_the_python_backend_takes_all_engines(with_engines, tmp_path):
     folder = with_engines("tiny-gqa", {}, {"gpu": ADA})
-    made = md.package(folder, tmp_path / "models", backends=["engine-0", "engine-1"])
-    assert config_of(made).parameters["backends"].string_value == "engine-0,engine-1"
+    made = md.package(folder, tmp_path / "models", runtimes=["engine-0", "engine-1"])
+    assert config_of(made).parameters["runtimes"].string_value == "engine-0,engine-1"
     assert {"1/bundle/engines/engine-0.engine", "1/bundle/engines/engine-1.json"} <= set(made.files)
     assert "1/bundle/model.onnx" not in made.files  # an engine needs no graph
     from mha_deploy.serving.backend import ServedModel

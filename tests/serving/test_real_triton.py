@@ -35,7 +35,7 @@ def triton(installed, bundles, tmp_path):
 
     def start(*names, bundle=None, **options):
         for name in names:
-            md.package(bundle or bundles(name), tmp_path / "models", backends=["ort-cpu"], **options)
+            md.package(bundle or bundles(name), tmp_path / "models", runtimes=["ort-cpu"], **options)
         running.append(Triton(tmp_path / "models").__enter__())
         return running[-1]
 
@@ -55,7 +55,7 @@ def test_a_packaged_model_is_served_and_validated(request, run_cli, bundles, tmp
     done = run_cli(*command, "-o", tmp_path, "--json")
     assert done.code == 0, done.err + server.text()
     data = json.loads(done.out)
-    assert data["parity"][0]["backend"].startswith("triton 2.")
+    assert data["parity"][0]["runtime"].startswith("triton 2.")
     assert [each["wrong"] for each in data["serving"]] == [0, 0]
     assert data["serving"][0]["runs"] == "ort-cpu"
 
@@ -126,7 +126,7 @@ def test_a_wrong_model_served_under_the_right_name_is_caught(triton, bundles, tm
 
 @pytest.mark.slow
 def test_a_changed_graph_is_not_loaded(installed, bundles, tmp_path):
-    package = md.package(bundles("tiny-gqa"), tmp_path / "models", backends=["ort-cpu"])
+    package = md.package(bundles("tiny-gqa"), tmp_path / "models", runtimes=["ort-cpu"])
     graph = package.path / "1" / "bundle" / "model.onnx"
     shutil.copy(bundles("tiny-mha").model_path, graph)
     with pytest.raises(RuntimeError, match="graph was changed"), Triton(tmp_path / "models"):

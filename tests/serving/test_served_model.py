@@ -16,7 +16,7 @@ from mha_deploy.validation.decode import traces_of
 @pytest.fixture
 def model(bundles, tmp_path, in_process):
     pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
-    package = md.package(bundles("tiny-padding"), tmp_path / "models", backends=["ort-cpu"])
+    package = md.package(bundles("tiny-padding"), tmp_path / "models", runtimes=["ort-cpu"])
     model = ServedModel(package.path / "1", ["ort-cpu"], batched=True)
     yield model
     model.close()
@@ -51,7 +51,7 @@ def test_a_bad_request_does_not_fail_its_neighbours(model, bundles):
 
 def test_a_changed_graph_is_not_served(bundles, tmp_path, in_process):
     pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
-    package = md.package(bundles("tiny-gqa"), tmp_path / "models", backends=["ort-cpu"])
+    package = md.package(bundles("tiny-gqa"), tmp_path / "models", runtimes=["ort-cpu"])
     graph = package.path / "1" / "bundle" / "model.onnx"
     graph.write_bytes(graph.read_bytes()[:-1] + b"\0")
     with pytest.raises(md.DeployError, match="graph was changed"):

@@ -126,7 +126,7 @@ def test_the_commands_of_the_page_exist(run_cli):
     """Every option that the page names is one of the command that it is shown with."""
     text = DOC.read_text(encoding="utf-8")
     for verb, names in {
-        "package": ("--triton", "--variant", "--backend", "--max-batch", "--queue-delay-us", "--sequences",
+        "package": ("--triton", "--variant", "--runtime", "--max-batch", "--queue-delay-us", "--sequences",
                     "--instances", "--allow-failed", "--overwrite"),
         "validate": ("--url", "--clients", "--timeout"),
         "bench": ("--streams",),

@@ -31,7 +31,7 @@ def test_golden_cases_pass_with_one_client_and_with_several(served, bundles):
     assert one["judged"] > 0
     assert four["wrong"] == 0
     assert 0 < four["p50_ms"] <= four["p90_ms"] <= four["p99_ms"]
-    assert one["runs"] == server.config["parameters"]["backends"]["string_value"]
+    assert one["runs"] == server.config["parameters"]["runtimes"]["string_value"]
     assert one["runs"] in report.to_html()
     assert " ms" in dict(key_figures(report.to_dict()))["fastest engine"]
     kinds = [each["cases"] for each in report.to_dict()["parity"]]
@@ -249,7 +249,7 @@ def test_a_model_that_is_not_served_is_unavailable(served, refused, bundles):
 @pytest.mark.parametrize(
     "options",
     [
-        ("--backend", "ort-cpu"),
+        ("--runtime", "ort-cpu"),
         ("--engine", "e"),
         ("--latency",),
         ("--require-fused",),

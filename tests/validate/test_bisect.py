@@ -59,8 +59,8 @@ def program(own_bundles):
     return trusted
 
 
-def bisected(bundle, reference, backend="ort-cpu"):
-    return bisect_bundle(bundle, backend, partial(open_runner, backend), lambda case: reference)
+def bisected(bundle, reference, runtime="ort-cpu"):
+    return bisect_bundle(bundle, runtime, partial(open_runner, runtime), lambda case: reference)
 
 
 def scale_off(name):
@@ -195,7 +195,7 @@ def test_without_permission_for_the_module_no_node_of_a_wrong_graph_is_named(bro
     # It is said before the search, too, and the runtime is opened for whole and attentions alone.
     assert any("trust" in step for step in steps[:3])
     assert found.runs <= 3
-    done = run_cli("bisect", bundle.path, "--backend", "ort-cpu")
+    done = run_cli("bisect", bundle.path, "--runtime", "ort-cpu")
     assert "--trust-code" in done.out
     assert ATTENTIONS[1] in done.out
 
@@ -301,7 +301,7 @@ def test_the_command(run_cli, broken, own_bundles, program, monkeypatch):
     right = run_cli("bisect", own_bundles().path)
     assert right.code == 0
     assert "PASSED" in right.out
-    wrong = run_cli("bisect", broken(scale_off(ATTENTIONS[1])).path, "--backend", "ort-cpu")
+    wrong = run_cli("bisect", broken(scale_off(ATTENTIONS[1])).path, "--runtime", "ort-cpu")
     assert wrong.code == 1
     assert f"FAILED  first at {ATTENTIONS[1]}" in wrong.out
     reported = run_cli("bisect", broken(scale_off(ATTENTIONS[2]), "other").path, "--json")
@@ -309,7 +309,7 @@ def test_the_command(run_cli, broken, own_bundles, program, monkeypatch):
 
 
 def test_what_cannot_be_looked_into_is_refused(refused, own_bundles):
-    refused("bisect", own_bundles().path, "--backend", "eager", what="can be bisected")
+    refused("bisect", own_bundles().path, "--runtime", "eager", what="can be bisected")
 
 
 def test_another_graph_of_the_model_is_bisected(own_bundles, broken, run_cli):

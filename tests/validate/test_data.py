@@ -26,7 +26,7 @@ from mha_deploy.status import Kind
 from mha_deploy.text import distinct_figures
 from mha_deploy.validation.records import check_report
 
-QUICK = {"probe": False, "latency": False, "backends": ["ort-cpu"]}
+QUICK = {"probe": False, "latency": False, "runtimes": ["ort-cpu"]}
 
 # -- A model that is trained here, in a second: which token stands behind the marker? --------------
 
@@ -104,7 +104,7 @@ def wrong_graph(trained, tmp_path):
 def test_the_accuracy_of_a_trained_model_is_reported_beside_the_original(trained, run_cli, tmp_path):
     bundle, folder = trained
     options = ("--data", folder / "held-out.npz", "--metric", f"{folder / 'finder.py'}:accuracy")
-    quick = ("--no-probe", "--backend", "ort-cpu", "-o", tmp_path, "--json")
+    quick = ("--no-probe", "--runtime", "ort-cpu", "-o", tmp_path, "--json")
     done = run_cli("validate", bundle.path, *options, *quick)
     assert done.code == 0, done.err
     data = json.loads(done.out)

@@ -139,7 +139,7 @@ def test_a_decode_loop_that_cannot_be_opened_has_failed_the_prefill(static, loop
     assert failure.problem.startswith("could not be run: ")
     assert "cudaMalloc failed. no memory" in failure.problem
     assert (report.first_failed, report.passed, report.errors) == (0, False, ())
-    assert (report.steps, report.backend, report.record.growth) == (40, "stand 1.0", None)
+    assert (report.steps, report.runtime, report.record.growth) == (40, "stand 1.0", None)
     assert result.parity[0].passed, "what was judged before is kept"
     assert not result.is_right
 

@@ -86,11 +86,11 @@ def test_the_layer_passes(cache, precision, path):
 )
 def test_the_exported_graph_passes(cache, precision):
     module, _ = captured(cache, precision)
-    backend = "onnx-reference" if precision == "bf16" else "ort-cpu"
-    with open_runner(backend, canonical_from_module(module)) as runner:
+    runtime = "onnx-reference" if precision == "bf16" else "ort-cpu"
+    with open_runner(runtime, canonical_from_module(module)) as runner:
         report = judged(runner, cache, precision)
     assert report.passed, report.failures
-    assert report.backend.startswith(backend)
+    assert report.runtime.startswith(runtime)
 
 
 @pytest.mark.sweep(2)
@@ -377,7 +377,7 @@ def report_of(errors):
     return DecodeReport(
         model="m",
         precision="fp16",
-        backend="b",
+        runtime="b",
         trace="t",
         prompt=(1,),
         steps=len(errors),

@@ -130,7 +130,7 @@ def judged_as(monkeypatch):
 def test_deploy_demands_the_precision_and_validate_where_it_is_told_to(bundle, judged_as, run_cli, tmp_path):
     """As the README's table of exit codes says."""
     quick = ("--no-report", "--no-latency", "--no-probe", "--no-sweep")
-    validate = ("validate", bundle.path, "--backend", "ort-cpu", *quick)
+    validate = ("validate", bundle.path, "--runtime", "ort-cpu", *quick)
     for status, code in (("selected at load", 0), ("mixed", 1), ("unknown", 1)):
         judged_as(status)
         assert run_cli(*validate).code == 0
@@ -235,7 +235,7 @@ def test_a_runtime_requested_by_name_and_wrong_fails(bundle, monkeypatch):
     """A PyTorch baseline too: that it is only a baseline elsewhere is no excuse here."""
     wrong = Stand(bundle, factor=1.5, name="torch eager")
     monkeypatch.setattr(RuntimeFinder, "_open_torch", lambda self, name: wrong)
-    report = validate_bundle(bundle, ValidateOptions(backends=("eager",), latency=False, probe=False))
+    report = validate_bundle(bundle, ValidateOptions(runtimes=("eager",), latency=False, probe=False))
     assert not report.passed
     assert "wrong on 4 of 4 outputs" in report.headline
 

@@ -61,7 +61,7 @@ def test_a_validation_reads_every_golden_case_once(bundles, monkeypatch):
     bundle, read = bundles("tiny-gqa"), []
     own = golden.read_arrays
     monkeypatch.setattr(golden, "read_arrays", lambda path, *of: (read.append(path.stem), own(path, *of))[1])
-    report = md.validate(bundle, probe=False, fresh=0, latency=False, backends=["ort-cpu"])
+    report = md.validate(bundle, probe=False, fresh=0, latency=False, runtimes=["ort-cpu"])
     assert report.record.range == fp16_range(bundle)
     assert sorted(read) == sorted(2 * [entry.name for entry in bundle.manifest.golden])  # once, and here
 

@@ -114,9 +114,9 @@ def test_a_right_runner_passes(opened, name):
 def test_checks_are_plain_json_with_the_fields_of_the_report(opened):
     data = json.loads(json.dumps([msgspec.to_builtins(check) for check in checked(*opened("tiny-mha"))]))
     for check in data:
-        assert list(check) == ["backend", "case", "check", "detail", "outcome", "bitwise", "share", "problem"]
+        assert list(check) == ["runtime", "case", "check", "detail", "outcome", "bitwise", "share", "problem"]
         assert check["check"] in CHECKS
-        assert check["backend"].startswith("ort-cpu ")
+        assert check["runtime"].startswith("ort-cpu ")
 
 
 def test_every_batch_that_was_run_is_one_that_the_axis_allows(opened):

@@ -47,7 +47,7 @@ def timing(microseconds, gpu="NVIDIA H200", **changes):
 
 def row(name, microseconds=None, family="pytorch", **changes):
     timed = None if microseconds is None else timing(microseconds, **changes)
-    return LatencyRow(name=name, backend=name, family=family, timing=timed)
+    return LatencyRow(name=name, runtime=name, family=family, timing=timed)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_a_gpu_without_figures_has_no_roofline(opt):
 
 
 def test_what_was_refused_has_no_figures_and_is_nobodys_best(opt):
-    refused = LatencyRow(name="sdpa-flash", backend="torch", family="pytorch", refused=NO_KERNEL)
+    refused = LatencyRow(name="sdpa-flash", runtime="torch", family="pytorch", refused=NO_KERNEL)
     at = point(opt, refused, row("eager", 240.0))
     assert set(at.figures(refused).values()) == {None}
     assert at.best_pytorch.name == "eager"
@@ -139,7 +139,7 @@ def timed_with(kernels=False, **timing):
 
 def timed(case, **options):
     runner = Answers(case, **options)
-    blank = LatencyRow(name="answers", backend="answers", family="tensorrt")
+    blank = LatencyRow(name="answers", runtime="answers", family="tensorrt")
     return runner, time_case(runner, case, blank, timed_with(samples=150))
 
 
@@ -182,7 +182,7 @@ def test_a_runner_on_the_cpu_has_no_time(opt):
         time = Runner.time
 
     runner = OnCpu(opt)
-    blank = LatencyRow(name="answers", backend="answers", family="onnxruntime")
+    blank = LatencyRow(name="answers", runtime="answers", family="onnxruntime")
     result = time_case(runner, opt, blank, timed_with(samples=100))
     assert result.timing is None
     assert "would say nothing about a GPU" in result.refused.got
@@ -193,7 +193,7 @@ def test_a_refusal_is_one_line(opt):
         def _run(self, feeds):
             raise DeployError("No kernel.", got="this\nand that", hint="another")
 
-    blank = LatencyRow(name="answers", backend="answers", family="pytorch")
+    blank = LatencyRow(name="answers", runtime="answers", family="pytorch")
     result = time_case(Refuses(opt), opt, blank, timed_with(samples=100))
     assert result.refused.got == "No kernel. this and that"
 
@@ -202,7 +202,7 @@ def test_a_profiler_that_fails_costs_no_time(opt, monkeypatch):
     def no_profiler(runner, case):
         raise DeployError("The profiler saw no kernel.", hint="another")
 
-    blank = LatencyRow(name="answers", backend="answers", family="tensorrt")
+    blank = LatencyRow(name="answers", runtime="answers", family="tensorrt")
     monkeypatch.setattr("mha_deploy.validation.evaluate.kernel_times", no_profiler)
     result = time_case(Answers(opt), opt, blank, timed_with(samples=100, kernels=True))
     assert (result.refused, result.kernels) == (None, ())
@@ -226,7 +226,7 @@ def printed(at):
 
 def test_a_decode_step_has_tokens_a_second():
     engine, eager = row("tensorrt", 20.0, family="tensorrt"), row("eager", 40.0)
-    refused = LatencyRow(name="sdpa-flash", backend="torch", family="pytorch", refused=NO_KERNEL)
+    refused = LatencyRow(name="sdpa-flash", runtime="torch", family="pytorch", refused=NO_KERNEL)
     at = decode_point(DYNAMIC, {"B": 4, "S": 1, "P": 63}, eager, refused, engine)
     assert [at.figures(each)["tokens_per_s"] for each in at.rows] == pytest.approx([1e5, None, 2e5])
     assert at.roofline.bound == "memory"

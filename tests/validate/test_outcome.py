@@ -33,10 +33,10 @@ def verdict(name, outcome):
 
 def evaluation(name, outcomes, engine=None):
     verdicts = tuple(verdict(f"case {i}", each) for i, each in enumerate(outcomes))
-    parity = ParityReport(model="m", precision="fp16", backend=name, verdicts=verdicts)
+    parity = ParityReport(model="m", precision="fp16", runtime=name, verdicts=verdicts)
     family = "onnxruntime" if engine is None else TENSORRT
     runtime = Runtime(name=name, family=family, open=lambda: None, engine=engine)
-    return Evaluation(runtime=runtime, backend=name, parity=(parity,))
+    return Evaluation(runtime=runtime, runner=name, parity=(parity,))
 
 
 def engine_named(name):
@@ -95,7 +95,7 @@ def test_a_limit_of_latency_holds_only_where_every_engine_has_a_time(limit, is_t
     judged = [evaluation("trt", [Outcome.PASSED], found)]
     timing = SimpleNamespace(percentile=lambda share: 50.0, p50=50.0, gpu="a GPU", stable=True)
     refused = Reason(kind=Kind.NOT_TIMED, got="no room")
-    about = {"backend": "TensorRT", "family": TENSORRT}
+    about = {"runtime": "TensorRT", "family": TENSORRT}
     rows = (
         LatencyRow(name="trt", timing=timing, **about),
         LatencyRow(name="other", timing=timing if is_timed else None, refused=refused, **about),
@@ -116,7 +116,7 @@ def test_a_limit_of_latency_holds_only_where_every_engine_has_a_time(limit, is_t
 def test_a_runtime_in_which_batch_elements_change_each_other_is_not_right(outcome):
     judged = evaluation("trt", [Outcome.PASSED], engine_named("trt"))
     assert judged.is_right
-    check = InvarianceCheck(backend="trt", case="opt", check="batch slot", detail="", outcome=outcome)
+    check = InvarianceCheck(runtime="trt", case="opt", check="batch slot", detail="", outcome=outcome)
     assert dataclasses.replace(judged, invariance=(check,)).is_right is (outcome is Outcome.PASSED)
     assert not dataclasses.replace(judged, parity=()).is_right
 
@@ -159,7 +159,7 @@ def with_engine(bundles, tmp_path):
 
 
 def test_deleting_an_engine_leaves_the_bundle_not_verified(with_engine):
-    quick = {"latency": False, "probe": False, "backends": ["ort-cpu"]}
+    quick = {"latency": False, "probe": False, "runtimes": ["ort-cpu"]}
     built = md.validate(with_engine, **quick)
     shutil.rmtree(with_engine / "engines")
     gone = md.validate(with_engine, **quick)
@@ -176,7 +176,7 @@ def test_deleting_an_engine_leaves_the_bundle_not_verified(with_engine):
 
 
 def test_a_bundle_without_its_list_of_engines_is_damaged(with_engine, refused):
-    quick = {"latency": False, "probe": False, "backends": ["ort-cpu"]}
+    quick = {"latency": False, "probe": False, "runtimes": ["ort-cpu"]}
     opened = md.open_bundle(with_engine)
     shutil.rmtree(with_engine / "engines")
     (with_engine / LEDGER).unlink()
@@ -188,7 +188,7 @@ def test_a_bundle_without_its_list_of_engines_is_damaged(with_engine, refused):
 
 
 def test_a_bundle_that_never_had_an_engine_passes_with_its_graph(bundles):
-    report = md.validate(bundles("tiny-gqa").path, latency=False, probe=False, backends=["ort-cpu"])
+    report = md.validate(bundles("tiny-gqa").path, latency=False, probe=False, runtimes=["ort-cpu"])
     assert report.passed
     assert "no engine" in report.headline
     assert "graph" in report.headline  # what passed

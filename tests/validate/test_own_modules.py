@@ -164,7 +164,7 @@ def test_code_that_may_run_draws_fresh_cases_and_a_file_that_is_elsewhere_is_nam
     copied = open_bundle(Path(shutil.copytree(small.path, tmp_path / "copy")))
     monkeypatch.setattr(isolation, "trust_code", False)
     monkeypatch.setattr(isolation, "own", set())
-    drawn, quick = [], ("--backend", "ort-cpu", "--no-report", "--json")
+    drawn, quick = [], ("--runtime", "ort-cpu", "--no-report", "--json")
     for trust in ((), ("--trust-code",)):
         done = run_cli("validate", copied.path, *quick, *trust)
         drawn.append({each["cases"] for each in json.loads(done.out)["parity"]} - {"golden", "layers"})

@@ -122,7 +122,7 @@ def test_what_may_be_zero(zeros):
 
 def report_on(*cases):
     verdicts = [verdict for case in cases for verdict in judge_case(case, case.eager, FP16)]
-    return parity_from_verdicts(verdicts, model="m", precision=FP16, backend="b")
+    return parity_from_verdicts(verdicts, model="m", precision=FP16, runtime="b")
 
 
 def test_one_case_may_be_zero_where_another_verifies_the_output():
@@ -148,13 +148,13 @@ def test_constants_verify_nothing():
 
 
 def test_a_report_without_verdicts_has_not_passed():
-    assert not ParityReport(model="m", precision="fp16", backend="b", verdicts=()).passed
+    assert not ParityReport(model="m", precision="fp16", runtime="b", verdicts=()).passed
 
 
 def test_the_report_is_plain_json_and_names_the_runtime(bundles):
     report = graph_parity(bundles("tiny-weights"))
     data = json.loads(msgspec.json.encode(report))
     assert data["outcome"] == "passed"
-    assert data["backend"].startswith("ort-cpu ")
+    assert data["runtime"].startswith("ort-cpu ")
     assert {verdict["output"] for verdict in data["verdicts"]} == {"output", "weights"}
     assert set(data["verdicts"][0]["budget"]) < set(data["verdicts"][0]["deviation"])

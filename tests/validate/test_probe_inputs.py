@@ -15,7 +15,7 @@ from mha_deploy.judge import judge_case
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.reference.inputs import tensor_from_numpy
-from mha_deploy.runtime import cpu_backend, open_runner
+from mha_deploy.runtime import cpu_runtime, open_runner
 
 
 def probes(bundle, probe="edges"):
@@ -31,7 +31,7 @@ def probes(bundle, probe="edges"):
 def test_a_right_graph_is_well_within_a_probe_budget(bundles, name):
     bundle = bundles(name)
     precision = bundle.manifest.precision
-    with open_runner(cpu_backend(precision), bundle.model_path) as runner:
+    with open_runner(cpu_runtime(precision), bundle.model_path) as runner:
         for probe in ("edges", "coarse"):
             for case in probes(bundle, probe):
                 assert max(v.share for v in judge_case(case, runner.run(case.inputs), precision)) < 0.6

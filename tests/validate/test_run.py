@@ -75,7 +75,7 @@ def test_an_engine_that_cannot_run_here_is_reported_and_does_not_fail(with_engin
 
 def test_an_engine_that_is_asked_for_by_name_must_run(with_engine):
     with pytest.raises(BackendUnavailable, match="cannot run here"):
-        validate_bundle(with_engine, ValidateOptions(backends=("tensorrt-rtx",)))
+        validate_bundle(with_engine, ValidateOptions(runtimes=("tensorrt-rtx",)))
 
 
 def test_an_engine_of_another_bundle_is_refused(with_engine, tmp_path):
@@ -108,7 +108,7 @@ def test_what_is_required_of_engines_fails_where_there_is_none(bare, required):
 def test_a_builder_without_an_engine_here_says_how_to_build_one(bare):
     bundle = bare("tiny-mha")
     with pytest.raises(BackendUnavailable, match="no engine of that name") as caught:
-        validate_bundle(bundle, ValidateOptions(backends=("tensorrt",)))
+        validate_bundle(bundle, ValidateOptions(runtimes=("tensorrt",)))
     assert "build-engine" in caught.value.hint
 
 
@@ -175,8 +175,8 @@ def test_the_table_of_masks_is_put_together_on_request(bare):
 
 def test_a_name_that_nobody_has_is_refused_with_the_nearest(bare):
     bundle = bare("tiny-mha")
-    with pytest.raises(DeployError, match="No such backend") as caught:
-        validate_bundle(bundle, ValidateOptions(backends=("sdpa-cudn",)))
+    with pytest.raises(DeployError, match="No such runtime") as caught:
+        validate_bundle(bundle, ValidateOptions(runtimes=("sdpa-cudn",)))
     assert caught.value.hint == "did you mean 'sdpa-cudnn'?"
     with pytest.raises(DeployError, match="no engine of that name"):
         validate_bundle(bundle, ValidateOptions(engine="mine"))
@@ -186,7 +186,7 @@ def test_a_name_that_nobody_has_is_refused_with_the_nearest(bare):
 @pytest.mark.parametrize("name", ["ort-cuda", "eager", "sdpa-cudnn", "compile"])
 def test_what_needs_a_gpu_says_so(bare, in_process, name):
     with pytest.raises(BackendUnavailable):
-        validate_bundle(bare("tiny-mha"), ValidateOptions(backends=(name,)))
+        validate_bundle(bare("tiny-mha"), ValidateOptions(runtimes=(name,)))
 
 
 def test_the_names_of_pytorch_are_those_of_the_baselines():

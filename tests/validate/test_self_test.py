@@ -14,7 +14,7 @@ from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.mutate import mutated, mutations
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis
-from mha_deploy.runtime import cpu_backend, open_runner
+from mha_deploy.runtime import cpu_runtime, open_runner
 from mha_deploy.status import Kind, Outcome
 from mha_deploy.validation.self_test import MutationTrial, RightVerdict, SelfTest, self_test
 
@@ -181,8 +181,8 @@ def test_a_mistake_is_made_in_a_copy(bundles, name):
     for mistake in mutations():
         mutated(model, mistake)
     case = next(golden_cases(bundle))
-    with open_runner(cpu_backend(bundle.manifest.precision), model) as after:
+    with open_runner(cpu_runtime(bundle.manifest.precision), model) as after:
         again = after.run(case.inputs)["output"]
-    with open_runner(cpu_backend(bundle.manifest.precision), bundle.model_path) as before:
+    with open_runner(cpu_runtime(bundle.manifest.precision), bundle.model_path) as before:
         assert (before.run(case.inputs)["output"] == again).all()
     assert [node.name for node in model.graph] == names

@@ -200,7 +200,7 @@ def test_the_report_of_another_graph_is_beside_that_of_the_bundle(bundle, other,
 def test_the_budget_of_another_graph_is_that_of_the_runtime(bundle, other):
     own, theirs = (
         md.validate(bundle, **more, **QUICK).to_dict()["parity"][0]
-        for more in ({"backends": ["ort-cpu"]}, {"graphs": [other()], "backends": ["ort-cpu"]})
+        for more in ({"runtimes": ["ort-cpu"]}, {"graphs": [other()], "runtimes": ["ort-cpu"]})
     )
     assert [v["budget"] for v in theirs["verdicts"]] == [v["budget"] for v in own["verdicts"]]
 

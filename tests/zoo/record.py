@@ -79,7 +79,7 @@ def measure(
         except md.DeployError as error:
             found |= {"engine": 0, "engine_error": _short(error)}
     try:
-        report = md.validate(bundle, backends=("ort-cpu",), latency=False)
+        report = md.validate(bundle, runtimes=("ort-cpu",), latency=False)
     except md.DeployError as error:
         return {**found, "passed": False, "failure": _short(error)}
     if unmeasured := [_short(note) for note in report.to_dict()["notes"] if "not measured" in note]:

@@ -225,7 +225,7 @@ def loads_plans_of(here: str, built: str, *, compatible: bool, lean: bool = Fals
         return "the plan is not version-compatible: build-engine --version-compatible makes one that is"
     (own, *_), (its, *_) = numbers
     if own != its and not lean:
-        return "another major version is known to load it only in its lean runtime: --backend tensorrt-lean"
+        return "another major version is known to load it only in its lean runtime: --runtime tensorrt-lean"
     if own != its and own not in _LATER.get(its, ()):
         least = next((old for old, later in _LATER.items() if own in later), own)
         return (
