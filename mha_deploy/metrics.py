@@ -313,6 +313,10 @@ class Spread:
         part = self._share(change, error) ** 2 * np.square(change / self._expected * self._decided).sum()
         return bool(part > 0.5 * whole)
 
+    def _explains(self, part: np.ndarray, error: np.ndarray) -> bool:
+        """Whether an error without a part of it is no larger than rounding."""
+        return max(self._worst(error - part)[:2]) <= FACTOR
+
     def worst_slice(
         self, error: np.ndarray, suspects: Suspects = MappingProxyType({})
     ) -> tuple[float, float, str]:
@@ -336,7 +340,8 @@ class Spread:
                 amount = abs(part)
                 share = amount / chance
                 if share > max(local, gain) and (
-                    _ALIKE[0] < amount < _ALIKE[1] or self._is_most_of(change, error)
+                    (_ALIKE[0] < amount < _ALIKE[1] and self._explains(part * change, error))
+                    or self._is_most_of(change, error)
                 ):
                     place = f"as with {name}" + ("" if excess is None else f", {_off_by(part * excess)}")
                 gain = max(gain, share)

@@ -711,11 +711,16 @@ def bisection_renderable(found: Bisection, *, verbose: bool = False) -> Renderab
     if node is not None:
         unnamed = node.node == f"{node.operator} {node.value}"
         title = node.node if unnamed else f"{node.operator} {node.node}, value {node.value}"
-        lines.append(f"first wrong node: {title}: {node.problem}")
+        lead = f"from {title} on" if node.is_start else f"first wrong node: {title}"
+        lines.append(f"{lead}: {node.problem or 'no value of the bundle has these numbers'}")
         if node.shown_at is not None:
             lines.append(f"compared behind it, at {node.shown_at}: what lies between only moves numbers")
         if node.constants:
             lines.append(f"constants that differ from the bundle's graph: {', '.join(node.constants)}")
+        if node.others:
+            lines.append(f"and from {', '.join(node.others)} on")
+        if node.is_start:
+            lines.append("the fault is there or behind it: a graph may also compute the same by other steps")
 
     def unseen(count: int) -> str:
         more = ", …" if len(found.unseen) > count else ""
@@ -724,10 +729,15 @@ def bisection_renderable(found: Bisection, *, verbose: bool = False) -> Renderab
     if found.unseen:
         names = unseen(len(found.unseen) if verbose else _MANY_NODES)
         lines.append(f"nodes before it whose results could not be compared: {len(found.unseen)} ({names})")
+    for what, weights in (("does not have", found.missing_weights), ("has changed", found.changed_weights)):
+        if weights:
+            lines.append(f"weights that the graph {what}: {', '.join(weights)}")
     reasons = [each for each in (found.doubt, found.module_unused) if each is not None]
     lines += [f"warning: {reason_text(reason)}" for reason in reasons]
     if node is not None:
-        name = f"first at {node.node}" + (f", or before it in {unseen(4)}" if found.unseen else "")
+        place = " or ".join((node.node, *node.others))
+        name = f"from {place} on" if node.is_start else f"first at {place}"
+        name += f", or before it in {unseen(4)}" if found.unseen else ""
     elif found.first_wrong or found.last_right:
         start, end = found.last_right or "the inputs", found.first_wrong or "the outputs"
         name = f"between {start} and {end}, at an unknown node"

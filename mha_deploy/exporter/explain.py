@@ -343,6 +343,7 @@ _REMEDIES = {
     _NO_HALF: "--precision auto, or fp32",
     r"complex-valued|ComplexHalf|complex (number|tensor|dtype)": "a rotation by sine and cosine",
     r"HigherOrderOperator|flex_attention": "torch.nn.functional.scaled_dot_product_attention with a mask",
+    r"already registered": "another name for that buffer or parameter, which PyTorch's exporter uses itself",
     r"No ONNX function found": "an equivalent of other operators: ONNX has none for this one",
 }
 

@@ -531,6 +531,8 @@ class RandomRounding(Float64, RoundingMode):
     ) -> None:
         Float64.__init__(self)
         RoundingMode.__init__(self, precision, seed, changes, sign)
+        # No kernel computes in more than float32: there, what is fused is rounded as well.
+        self._everywhere = precision is not None and precision.name == "fp32"
         self._written = WeakTensorKeyDictionary()  # the tensors that come from rounded numbers
         if precision and precision.bytes == 2:
             self.wide = _NARROWER
@@ -609,13 +611,16 @@ class RandomRounding(Float64, RoundingMode):
         if name in _ORDERED or name in _COMPARED:
             return self._decide(name, func, args, kwargs)
         result = super().call(func, args, kwargs)
-        if name in _ROUNDED or (name in _SUMS and _sums_tensors(args, result)):
-            return (
-                self.rounded(result)
-                if isinstance(result, Tensor)
-                else tree_map_only(Tensor, self.rounded, result)
-            )
+        is_sum = name in _SUMS and _sums_tensors(args, result)
+        if is_sum or self._everywhere or name in _ROUNDED:
+            rounded = self._rounded_sum if is_sum else self.rounded
+            return rounded(result) if isinstance(result, Tensor) else tree_map_only(Tensor, rounded, result)
         return result
+
+    def _rounded_sum(self, total: Tensor) -> Tensor:
+        """A sum, rounded, but for what a mask absorbed: float32's lowest numbers would become infinite."""
+        rounded = self.rounded(total)
+        return rounded if rounded is total else torch.where(total <= ABSORBS_FLOAT32, total, rounded)
 
     def _accumulate(self, name: str, args: Any, result: Tensor) -> Tensor:
         """The result of a GEMM with what its accumulation loses."""
@@ -678,6 +683,7 @@ class RandomRounding(Float64, RoundingMode):
                 )
                 is_bool = part_mask.dtype == torch.bool
                 scores = scores.masked_fill(~part_mask, -math.inf) if is_bool else scores + part_mask
+                scores = self.rounded(scores) if self._everywhere and not is_bool else scores
             weights = self.rounded(torch.softmax(scores, -1).nan_to_num_(0.0))
             blocks.append(self._accumulate("matmul", (weights, v), matmul(weights, v)))
         result = self.rounded(torch.cat(blocks, -2) if len(blocks) > 1 else blocks[0])

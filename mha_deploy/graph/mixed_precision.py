@@ -469,6 +469,7 @@ _MASK_OPERATORS = (
     *("Expand", "Unsqueeze", "Squeeze", "Reshape", "Slice", "Concat", "Transpose", "Tile", "Gather"),
     *("ConstantOfShape", "ScatterND", "GatherND"),
 )
+_TO_BOOLEAN = ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "IsInf")
 
 
 def long_axes(value: ir.Value) -> int:
@@ -501,6 +502,12 @@ def mask_values(graph: ir.Graph, data: set[ir.Value]) -> set[ir.Value]:
             scores, uses = node.outputs[0], node.outputs[0].uses()
             if uses and not scores.is_graph_output() and all(is_op(use.node, "Softmax") for use in uses):
                 return True
+        if is_op(node, *_TO_BOOLEAN):  # which numbers hide keys
+            users = [use.node for use in node.outputs[0].uses()]
+            return bool(users) and all(map(makes_mask, users)) and not node.outputs[0].is_graph_output()
+        return makes_mask(node)
+
+    def makes_mask(node: ir.Node) -> bool:
         outputs = [output for _, output in float_outputs(node)]
         return is_op(node, *_MASK_OPERATORS) and bool(outputs) and masks.issuperset(outputs)
 

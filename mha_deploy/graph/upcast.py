@@ -16,7 +16,7 @@ from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.ir import HALVES, graphs_in, infer_shapes, is_op, node_name
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import copy_of
-from mha_deploy.graph.roles import LAYOUT, MATMULS, NORMS
+from mha_deploy.graph.roles import LAYOUT, MATMULS, NORMS, QUANTIZERS
 
 _REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceL2", "AveragePool", "GlobalAveragePool", "Softmax")
 _OTHERS_IN_FLOAT32 = (*NORMS, "BatchNormalization", *_REDUCTIONS, "Gelu", "Erf", "Tanh", "Sigmoid")
@@ -138,7 +138,7 @@ _TYPE_ATTRIBUTES = ("to", "dtype", "output_dtype", "output_datatype")
 def in_float64(model: ir.Model) -> ir.Model:
     """A copy in which every floating-point tensor is float64, explicit casts included: an FP64 reference."""
     copy = model.clone()
-    retype(copy, FLOATS, ir.DataType.DOUBLE)
+    _retype_to_float64(copy)
     return copy
 
 
@@ -152,7 +152,7 @@ def with_float64_inside(model: ir.Model) -> ir.Model:
     }
     for own in on_disk:
         copy.graph.initializers[own].const_value = None
-    retype(copy, FLOATS, ir.DataType.DOUBLE)
+    _retype_to_float64(copy)
     graph, first = copy.graph, next(iter(copy.graph), None)
     for own, tensor in on_disk.items():  # they stay there, and are cast
         old = graph.initializers.pop(own)
@@ -178,10 +178,79 @@ def with_float64_inside(model: ir.Model) -> ir.Model:
     return copy
 
 
-def retype(model: ir.Model, before: Collection[ir.DataType], after: ir.DataType) -> bool:
-    """Give all tensors of some types another type in place, explicit casts included; whether any had one."""
+def _retype_to_float64(model: ir.Model) -> None:
+    """Give all floating-point tensors FP64 in place, but for those that integers come from."""
+    own = {
+        node: [None if value is None else value.dtype for value in node.inputs]
+        for node in deciding_nodes(model.graph)
+    }
+    retype(model, FLOATS, ir.DataType.DOUBLE, keep=own.keys())
+    for node, types in own.items():
+        for at, (value, dtype) in enumerate(zip(node.inputs, types, strict=True)):
+            if value is not None and dtype is not None and value.dtype != dtype:
+                cast = _cast(value, dtype, f"{node_name(node)}/input_{at}")
+                model.graph.insert_before(node, cast)
+                node.replace_input_with(at, cast.outputs[0])
+        for value in node.outputs:
+            readers = [use for use in value.uses() if use.node not in own]
+            if value.dtype not in FLOATS or not (readers or value.is_graph_output()):
+                continue
+            cast = _cast(value, ir.DataType.DOUBLE, f"{node_name(node)}/{value.name}")
+            model.graph.insert_after(node, cast)
+            for use in readers:
+                use.node.replace_input_with(use.idx, cast.outputs[0])
+            if value.is_graph_output():
+                wide, name = cast.outputs[0], value.name
+                model.graph.outputs[:] = [wide if each is value else each for each in model.graph.outputs]
+                value.name, wide.name = f"{name}/own", name
+
+
+def deciding_nodes(graph: ir.Graph) -> set[ir.Node]:
+    """The nodes of floats that come from integers and constants alone, and that integers come from.
+
+    They are part of what the file computes, as it is: a distance is in one bucket of positions, and FP64 may
+    put it into the next. What depends on floating-point inputs, matrices or tables is not among them.
+    """
+
+    def is_float(value: ir.Value | None) -> bool:
+        return value is not None and value.dtype in FLOATS
+
+    def is_read_as_integer(node: ir.Node) -> bool:
+        known = all(value.dtype is not None and not is_float(value) for value in node.outputs)
+        return known and not is_op(node, "Shape", "Size", *QUANTIZERS)
+
+    free = {
+        value
+        for value in graph.initializers.values()
+        if not value.is_graph_input() and sum(size != 1 for size in value.shape or ()) < 2
+    }
+    computed = [node for node in graph if any(map(is_float, node.outputs)) and not graphs_in(node)]
+    for node in computed:
+        if not is_op(node, *QUANTIZERS) and all(value in free for value in node.inputs if is_float(value)):
+            free.update(filter(is_float, node.outputs))
+    found = set[ir.Node]()
+    for node in reversed(computed):
+        users = [use.node for value in node.outputs if value in free for use in value.uses()]
+        if any(user in found or is_read_as_integer(user) for user in users):
+            found.add(node)
+    return found
+
+
+def retype(
+    model: ir.Model,
+    before: Collection[ir.DataType],
+    after: ir.DataType,
+    *,
+    keep: Collection[ir.Node] = (),
+) -> bool:
+    """Give all tensors of some types another type in place, explicit casts included; whether any had one.
+
+    What the nodes of `keep` compute is left as it is.
+    """
     values = [value for graph in model.graphs() for value in (*graph.inputs, *graph.initializers.values())]
     for node in model.graph.all_nodes():
+        if node in keep:
+            continue
         values += node.outputs
         retype_attributes(node, before, after, _SOFTMAX_PRECISION)
     found = [value for value in values if value.dtype in before]

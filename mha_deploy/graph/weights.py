@@ -53,17 +53,19 @@ def _lacking(
     """The share of each weight that is in none of these tensors."""
     rows = {row for tensor in there for each in _rows(tensor, dtype) for row in each}
     vectors = [_numbers(tensor, dtype) for tensor in there if _is_vector(tensor)]
-    every = {0}.union(*vectors)  # a bias of zeros may be left out
 
     def share(tensor: ir.TensorProtocol) -> float:
         least = min(len(each - rows) / len(each) for each in map(set, _rows(tensor, dtype)))
         if not least or not _is_vector(tensor):
             return least
-        numbers = _numbers(tensor, dtype)
-        alike = ((numbers - each).total() for each in vectors if each.total() == tensor.size)
-        nearest = min(alike, default=tensor.size) / tensor.size
-        # Without one that it is for the most part, it may be packed, or taken apart.
-        return nearest if nearest < 0.5 else len(numbers.keys() - every) / len(numbers)
+        numbers, size = _numbers(tensor, dtype), tensor.size
+        alike = min(((numbers - each).total() for each in vectors if each.total() == size), default=size)
+        del numbers[0]  # a bias of zeros may be left out
+        packed = min(((numbers - each).total() for each in vectors if each.total() > size), default=size)
+        # It may be taken apart as well. In FP16, some numbers of all tensors together are its own by chance.
+        parts = (each for each in vectors if each.total() < size and not each - numbers)
+        apart = (numbers - sum(parts, Counter())).total()
+        return min(alike, packed, apart) / size
 
     return {name: share(tensor) for name, tensor in wanted.items()}
 

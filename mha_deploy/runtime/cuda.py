@@ -81,11 +81,17 @@ def open_gpu() -> Gpu:
         got = f"CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']!r}"
         hint = "unset CUDA_VISIBLE_DEVICES, or set it to the index of a GPU"
         raise BackendUnavailable(problem, got=got, hint=hint)
+    needed = "a machine with an NVIDIA GPU and its driver"
+    try:
+        if sys.platform == "linux":  # before the bindings: without a driver they are of no use
+            ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise BackendUnavailable(problem, got="no NVIDIA driver (libcuda.so.1)", hint=needed) from error
     try:
         count = _call("cudaGetDeviceCount")
     except CudaError as error:
         if isinstance(error, OldDriver):
-            hint = "a machine with an NVIDIA GPU and its driver"
+            hint = needed
             if Path("/proc/driver/nvidia").exists():
                 hint = "a newer NVIDIA driver, or cuda-bindings 12 where the driver is older than CUDA 13"
         raise BackendUnavailable(problem, got=error.got, hint=hint) from error
@@ -104,12 +110,7 @@ def open_gpu() -> Gpu:
 
 
 def find_gpu() -> Gpu | None:
-    """The GPU; None where `open_gpu` refuses, which takes longer than to see that there is no driver."""
-    try:
-        if sys.platform == "linux":
-            ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
+    """The GPU; None where `open_gpu` refuses."""
     try:
         return open_gpu()
     except BackendUnavailable:

@@ -6,6 +6,7 @@ the bundle, by the name of the value.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
@@ -40,6 +41,7 @@ from mha_deploy.graph.ir import infer_shapes, input_at, is_op, nodes_behind
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.roles import CARRIES
 from mha_deploy.graph.upcast import float32_twin, unfused_twin
+from mha_deploy.graph.weights import WeightSearch, search_weights
 from mha_deploy.judge import Accumulation, OutputVerdict, ParityReport
 from mha_deploy.model.precision import Precision
 from mha_deploy.options import OnName, OnStep, Step, silent, uncounted
@@ -245,6 +247,10 @@ class Suspect(Struct, frozen=True, kw_only=True):
     shown_at: str | None = None
     # What it reads, or an unseen node before it, and is not what the bundle's graph has by that name
     constants: tuple[str, ...] = ()
+    # Of another graph, further nodes from which on no value is that of the bundle
+    others: tuple[str, ...] = ()
+    # Whether the fault may also be behind it: in another graph, which may compute the same by other steps
+    is_start: bool = False
 
 
 class Bisection(Struct, frozen=True, kw_only=True):
@@ -269,6 +275,9 @@ class Bisection(Struct, frozen=True, kw_only=True):
     doubt: Reason | None = None
     # Why values inside were not compared with the user's module; None where they were, or there is none
     module_unused: Reason | None = None
+    # Weights of the bundle that another graph does not have, and its own of which the bundle has only a part
+    missing_weights: tuple[str, ...] = ()
+    changed_weights: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         derive(self, outcome=Outcome.passing(self.wrong is None))
@@ -339,8 +348,11 @@ def bisect_bundle(
     node, unseen = None, list[str]()
     if reference.doubt is None:
         node, unseen = search.nodes(bad, good, first or _wrong_value(whole), reference.values)
+    weights = WeightSearch() if graph is None else search_weights(search.own, search.model)
     return structs.replace(
         found,
+        missing_weights=weights.missing,
+        changed_weights=weights.changed,
         wrong=f"{whole.output}: {whole.problem}",
         attentions=len(search.values),
         last_right=last_right,
@@ -359,10 +371,6 @@ def case_to_bisect(bundle: Bundle) -> GoldenCase:
     layers, golden = bundle.manifest.layers, bundle.manifest.golden
     wanted = layers.case if layers else "opt"
     return read_case(bundle, next((entry for entry in golden if entry.name == wanted), golden[0]))
-
-
-def _value_names(model: ir.Model) -> set[str]:
-    return {str(value.name) for node in model.graph for value in node.outputs}
 
 
 def _title(node: ir.Node) -> str:
@@ -404,16 +412,16 @@ class _FaultSearch:
         self.model, self.layers = own if graph is None else load_graph(graph), layers_case(bundle)
         if any(value.dtype is None for node in self.model.graph for value in node.outputs):
             infer_shapes(self.model)  # a file need not state types, and only floats are compared
-        self.own_constants = own.graph.initializers
+        self.own = own
         self.masks = _mask_nodes(self.model)
         self.bundle, self.case, self.runs = bundle, case_to_bisect(bundle), 0
         self.graph_name = "" if graph is None else graph.name
         self.names = names
         self.fit: Fit | None = None  # of another graph, once it was opened
         entry = bundle.manifest.layers
-        # Of another graph, only what has the same name can be compared.
-        self.shared = _value_names(self.model) & _value_names(own)
-        self.values = {k: v for k, v in entry.values.items() if v in self.shared} if entry else {}
+        # Of another graph, attentions can be compared that have the same name.
+        theirs = {str(value.name) for node in self.model.graph for value in node.outputs}
+        self.values = {k: v for k, v in entry.values.items() if v in theirs} if entry else {}
         self.types = {v: self.layers.eager[k].dtype for k, v in self.values.items()} if self.layers else {}
 
     def _open(self, values: Sequence[str] = ()) -> Runner:
@@ -502,9 +510,10 @@ class _FaultSearch:
         cleared = set(nodes_behind(value_named(graph, name) for name in good))
         within = set(nodes_behind([value_named(graph, bad)])) - cleared
         suspects = [node for node in graph if node in within]
+        if self.graph_name:
+            return self._differences(suspects, wrong, reference)
         results = {node: str(node.outputs[0].name) for node in suspects if node.outputs}
-        known = [node for node in results if results[node] in self.shared]
-        wanted = reference([results[node] for node in known if node.outputs[0].dtype in _FLOATS])
+        wanted = reference([name for node, name in results.items() if node.outputs[0].dtype in _FLOATS])
         problems = {suspects[-1]: wrong.problem} if suspects else {}
         untried = [node for node in suspects[:-1] if results.get(node) in wanted]
         while untried:
@@ -537,11 +546,60 @@ class _FaultSearch:
             constants=self._changed([*others, *path]),
         ), unseen
 
+    def _differences(
+        self, suspects: Sequence[ir.Node], wrong: _WrongValue, reference: ReferenceValues
+    ) -> tuple[Suspect | None, list[str]]:
+        """Where another graph begins to differ; its values have other names, and may be others by intention.
+
+        A value is right where some value of the bundle's graph has its numbers, with an error like those of
+        others. What a right value is computed from is right as well, and so is what only moves right numbers.
+        """
+        names = [str(v.name) for node in self.own.graph for v in node.outputs if v.dtype in _FLOATS]
+        known = _Numbers(reference(names))
+        floats = [node for node in suspects if node.outputs and node.outputs[0].dtype in _FLOATS]
+        errors = dict[ir.Node, float]()
+        for start in range(0, len(floats), _VALUES_AT_ONCE):
+            some = floats[start : start + _VALUES_AT_ONCE]
+            self.on_step(Step("values", f"{start} of {len(floats)}"))
+            found = self.run([str(node.outputs[0].name) for node in some])
+            for node in some:
+                errors[node] = known.error_of(found[str(node.outputs[0].name)], is_mask=node in self.masks)
+        alike = [error for error in errors.values() if error < math.inf]
+        usual = float(np.quantile(alike or [0.0], 0.25))
+        right = dict[ir.Node, float]()
+        for node, error in errors.items():
+            made = [right.get(maker, 0.0) for value in node.inputs if value and (maker := value.producer())]
+            if error <= min(wrong.limit or _ALIKE, _JUMP * max([usual, *made])):
+                right[node] = error
+        cleared = set(nodes_behind(node.outputs[0] for node in right))
+        moved = set[ir.Node]()
+        for node in suspects:
+            data = node.inputs if node.op_type == "Concat" else node.inputs[:1]
+            makers = [value.producer() for value in data if value is not None]
+            if node.op_type in CARRIES and all(each is None or each in cleared | moved for each in makers):
+                moved.add(node)
+        open_ = [node for node in floats if node not in cleared | moved and node.op_type != "Constant"]
+        behind = {node: set(nodes_behind(node.inputs)) for node in open_}
+        if not open_:  # no value is further off than those it is computed from
+            return None, []
+        first, *others = (node for node in open_ if behind[node].isdisjoint(open_))
+        unseen = [node for node in suspects if node in behind[first] and node not in cleared]
+        unseen.sort(key=lambda node: not self._changed([node]))
+        return Suspect(
+            node=_title(first),
+            operator=first.op_type,
+            value=str(first.outputs[0].name),
+            problem=wrong.problem if first is suspects[-1] else None,
+            constants=self._changed([first, *unseen]),
+            others=tuple(map(_title, others)),
+            is_start=first is not suspects[-1],
+        ), [_title(node) for node in unseen]
+
     def _changed(self, nodes: Sequence[ir.Node]) -> tuple[str, ...]:
         """The constants that these nodes read, with other numbers than those of the bundle's graph."""
         found = dict[str, None]()
         for value in chain.from_iterable(node.inputs for node in nodes):
-            own = None if value is None else self.own_constants.get(str(value.name))
+            own = None if value is None else self.own.graph.initializers.get(str(value.name))
             if value is None or own is None or value.const_value is None or own.const_value is None:
                 continue
             got, want = value.const_value.numpy(), own.const_value.numpy()
@@ -601,6 +659,38 @@ def _problem(got: np.ndarray, want: np.ndarray, limit: float | None, *, is_mask:
     # Of the shape of an error only its size carries over from one value to another.
     off = metrics.measure(got, want).relative_l2
     return f"relative error {off:.2g}" if limit is None or off > limit else None
+
+
+_VALUES_AT_ONCE = 32
+_ALIKE = 0.01  # the largest relative error of equal values, where the wrong output has no budget
+_JUMP = 4.0  # times the error of what a value is computed from: more is its own
+
+
+class _Numbers:
+    """The values inside a model, to be found by their numbers, whatever their shape is."""
+
+    def __init__(self, values: Mapping[str, np.ndarray]) -> None:
+        self._by_size: dict[int, list[tuple[float, np.ndarray]]] = {}
+        for each in values.values():
+            wide = each.astype(np.float64)
+            self._by_size.setdefault(each.size, []).append((_norm(wide), wide))
+
+    def error_of(self, array: np.ndarray, *, is_mask: bool = False) -> float:
+        """The relative error of an array, in its order, against the value that is nearest to it."""
+        got, errors = array.astype(np.float64), [math.inf]
+        size = _norm(got)
+        for norm, value in self._by_size.get(array.size, ()):
+            one = got.reshape(value.shape)
+            if abs(size - norm) > _ALIKE * norm or (np.isfinite(one) != np.isfinite(value)).any():
+                continue
+            counted = np.isfinite(value) & ~(_hides(one) & _hides(value) if is_mask else False)
+            one, other = one[counted], value[counted]
+            errors.append(_norm(one - other) / max(_norm(other), 1e-300))
+        return min(errors)
+
+
+def _norm(array: np.ndarray) -> float:
+    return float(np.linalg.norm(array[np.isfinite(array)]))
 
 
 _HIDES = 64.0  # a softmax leaves nothing of a number that is so much below another

@@ -13,9 +13,11 @@ import onnx
 import onnx.parser
 import onnx_ir as ir
 import pytest
+import torch
 from bundle_edit import rehash
 from onnx import numpy_helper
 from small_transformers import in_float32
+from torch import nn
 
 import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
@@ -388,6 +390,48 @@ def test_a_file_that_states_no_types_and_names_no_nodes_is_bisected(tmp_path, ru
     model.graph.node[0].output[0] = model.graph.node[1].input[2] = "elsewhere"
     onnx.save(model, tmp_path / "other.onnx")
     found = md.bisect(bundle, "ort-cpu", graph=tmp_path / "other.onnx")
-    assert found.first_node.value == "attended"
-    assert found.unseen == ("MatMul elsewhere",)
+    assert found.first_node.value == "elsewhere", "values are known by their numbers"
     assert "MatMul elsewhere" in run_cli("bisect", bundle.path, "--graph", tmp_path / "other.onnx").out
+
+
+class Written(nn.Module):
+    """Attention as it is written by hand, with a factor of the query, or of the scores."""
+
+    def __init__(self, *, on_query):
+        super().__init__()
+        self.on_query = on_query
+        self.q, self.k, self.v, self.o = (nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (p(x).unflatten(-1, (4, 16)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        scores = (q * 0.25) @ k.transpose(2, 3) if self.on_query else q @ k.transpose(2, 3) * 0.25
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)).relu()
+
+
+def test_another_export_is_bisected_by_numbers_whatever_its_values_are_called(tmp_path):
+    """Neither names nor steps need be those of the bundle: what has its numbers is right."""
+    module = Written(on_query=False).eval()
+    example = {"x": md.Example(torch.randn(2, 8, 64), "B", "S")}
+    bundle = md.export(module, tmp_path / "b", example_inputs=example, axes={"B": "1:2:4", "S": "4:8:16"})
+    other = Written(on_query=True).eval()
+    other.load_state_dict(module.state_dict())
+
+    def bisected(name):
+        path = tmp_path / name
+        axes = {"x": {0: "B", 1: "S"}, "relu": {0: "B", 1: "S"}}
+        names = {"input_names": ["x"], "output_names": ["relu"], "dynamic_axes": axes}
+        torch.onnx.export(other, (torch.randn(2, 8, 64),), path, dynamo=False, **names)
+        (output,) = (each.name for each in bundle.manifest.spec.outputs)
+        return md.bisect(bundle, graph=path, names={"relu": output})
+
+    assert bisected("right.onnx").wrong is None
+    bias, other.o.bias = other.o.bias, None
+    found = bisected("dropped.onnx")
+    assert found.missing_weights == ("o.bias",)
+    assert found.first_node.operator == "Relu", "the query, which is scaled, reaches it through right values"
+    other.o.bias = bias
+    with torch.no_grad():
+        other.v.weight *= 1.5
+    found = bisected("larger.onnx")
+    assert found.first_node.is_start
+    assert any("/v/" in each for each in (found.first_node.node, *found.first_node.others))
