@@ -1,6 +1,7 @@
 """An ONNX file of another origin becomes a bundle without PyTorch, and is validated like any other."""
 
 import json
+import math
 import re
 
 import numpy as np
@@ -548,3 +549,56 @@ def test_the_large_case_of_a_map_is_bounded_by_its_scores(limit, tmp_path):
         assert tokens**2 * 8 < 0.04 * 2**30
     else:
         assert tokens**2 * 4 * 8 < 0.01e9
+
+
+# -- Positions that are decided by arithmetic on floats --------------------------------------------
+
+
+class Bucketed(nn.Module):
+    """T5's attention without its projections: distances in logarithmic buckets, and the lowest mask number.
+
+    At a distance of 16, the bucket is a whole number in float32, and a little less in FP64.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.near = nn.Embedding(VOCABULARY, E), nn.Embedding(32, H)
+
+    def forward(self, input_ids, attention_mask):
+        x, places = self.words(input_ids), torch.arange(input_ids.shape[1])
+        away = places[None] - places[:, None]
+        far = 8 + (torch.log(away.abs().float().clamp(min=1) / 8) / math.log(16) * 8).long()
+        bucket = 16 * (away > 0) + torch.where(away.abs() < 8, away.abs(), far.clamp(max=15))
+        mask = (1.0 - attention_mask[:, None, None].to(x.dtype)) * torch.finfo(torch.float32).min
+        bias = self.near(bucket).permute(2, 0, 1)[None] + mask
+        q = x.unflatten(-1, (H, -1)).transpose(1, 2)
+        return (torch.softmax(q @ q.transpose(2, 3) + bias, -1) @ q).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("origin", ["file", "module"])
+def test_distances_in_buckets_and_the_lowest_mask_number(tmp_path, origin):
+    """FP64 does not decide otherwise than the source, and fully masked queries are right beside a bias."""
+    torch.manual_seed(0)
+    module = Bucketed().eval()
+    ids = torch.randint(0, VOCABULARY, (2, 20))
+    mask = (torch.arange(20) < torch.tensor([[20], [13]])).long()
+    if origin == "file":
+        B, S = torch.export.Dim("B", max=8), torch.export.Dim("S", min=2, max=64)
+        path, shapes = tmp_path / "t5.onnx", ({0: B, 1: S}, {0: B, 1: S})
+        torch.onnx.export(module, (ids, mask), path, dynamo=True, dynamic_shapes=shapes, external_data=False)
+        bundle = md.export(path, tmp_path / "b", axes={"B": "1:2:4", "S": "2:20:32"})
+    else:
+        names = ("input_ids", "attention_mask")
+        examples = {name: md.Example(each, "B", "S") for name, each in zip(names, (ids, mask), strict=True)}
+        axes = {"B": "1:2:4", "S": "2:20:32"}
+        bundle = md.export(module, tmp_path / "b", example_inputs=examples, axes=axes)
+    report = md.validate(bundle, runtimes=["ort-cpu"], latency=False)
+    assert report.passed, report
+    plan = bundle.manifest.checks["mixed precision"]
+    assert not any(kept["kind"] == "rounding" for kept in plan["kept"]), "FP16 is not blamed for the buckets"
+    feeds = {"input_ids": ids.numpy(), "attention_mask": np.zeros((2, 20), np.int64)}
+    with torch.no_grad():
+        wanted = module(ids, torch.zeros(2, 20, dtype=torch.int64)).numpy()
+    with md.open_runner(bundle) as runner:
+        (got,) = runner.run(feeds).values()
+    assert np.linalg.norm(got - wanted) < 2e-3 * np.linalg.norm(wanted), "all keys count alike"

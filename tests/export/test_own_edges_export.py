@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import edge_models
 import msgspec
 import numpy as np
+import onnx
 import pytest
 import torch
 from bundle_edit import fill, manifest
@@ -127,6 +128,35 @@ def test_a_fully_masked_query_is_no_overflow(tmp_path, factory):
     assert "softmax" in caught.value.got
     assert "edge_models.py:" in caught.value.got
     assert "mask" in caught.value.hint
+
+
+class AddedMask(nn.Module):
+    """Attention by hand with the mask number of BERT, beside which float32 keeps three digits of a score."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        nn.init.normal_(self.qkv.weight, std=0.4)
+
+    def forward(self, x, mask):
+        q, k, v = (each.unflatten(-1, (2, 16)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        scores = q @ k.transpose(-1, -2) / 4 + (1.0 - mask[:, None, None].to(x.dtype)) * -10000.0
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+def test_what_float32_loses_beside_a_mask_number_is_in_the_budget(tmp_path):
+    mask = (torch.arange(8) < torch.tensor([[8], [5]])).long()
+    examples = {"x": md.Example(torch.randn(2, 8, 32), "B", "S"), "mask": md.Example(mask, "B", "S")}
+    axes = {"B": "1:2:4", "S": "1:8:16"}
+    bundle = md.export(AddedMask(), tmp_path / "b", example_inputs=examples, axes=axes, precision="fp32")
+    report = md.validate(bundle, runtimes=["ort-cpu"], latency=False)
+    assert report.passed, report
+    wrong = onnx.load(bundle.model_path)
+    (attention,) = (node for node in wrong.graph.node if node.op_type == "Attention")
+    (scale,) = (each for each in attention.attribute if each.name == "scale")
+    scale.f *= 1.001
+    onnx.save(wrong, tmp_path / "wrong.onnx")
+    assert md.validate(bundle, graphs=[tmp_path / "wrong.onnx"], latency=False).outcome == "failed"
 
 
 def test_no_full_mask_is_kept_for_which_the_fast_path_of_pytorch_has_no_result():

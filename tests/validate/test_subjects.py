@@ -12,6 +12,8 @@ from onnx import TensorProto, helper, numpy_helper
 import mha_deploy as md
 from mha_deploy.bundle.folder import LEDGER, NO_ENGINES
 from mha_deploy.errors import BackendUnavailable, DeployError
+from mha_deploy.graph.file import graph_from_proto
+from mha_deploy.graph.weights import search_weights
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.runner import Runner, TensorInfo
 from mha_deploy.runtime.tensorrt.kernels import Kernel, kernels_from_plan
@@ -132,6 +134,29 @@ def test_weights_that_changed_in_part_are_listed(bundle, other):
     (subject,) = report.record.subjects
     assert (subject.missing_weights, set(subject.changed_weights)) == ((), {"o.weight.T", "q.bias"})
     assert Kind.WEIGHTS_CHANGED in [each.kind for each in report.findings]
+
+
+def test_a_bias_that_is_gone_is_missed_among_many():
+    """In FP16, the biases of a large model have most numbers of any one between them."""
+    dice = np.random.default_rng(0)
+    biases = {f"bias_{i}": dice.normal(0, 0.02, 96).astype(np.float16) for i in range(150)}
+
+    def graph_with(names):
+        x, values = [f"x_{i}" for i in range(len(names))], list(names)
+        nodes = [
+            helper.make_node("Add", [each, name], [f"y_{each}"]) for each, name in zip(x, values, strict=True)
+        ]
+        ends = (
+            [helper.make_tensor_value_info(name, TensorProto.FLOAT16, [96]) for name in each]
+            for each in (x, [f"y_{each}" for each in x])
+        )
+        held = [numpy_helper.from_array(biases[name], name) for name in values]
+        graph = helper.make_graph(nodes, "g", *ends, held)
+        return graph_from_proto(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)]))
+
+    names = list(biases)
+    found = search_weights(graph_with(names), graph_with([name for name in names if name != "bias_7"]))
+    assert (found.searched, found.missing, found.changed) == (150, ("bias_7",), ())
 
 
 def in_another_layout(model):
