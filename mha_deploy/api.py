@@ -844,15 +844,10 @@ def self_test(
         >>> md.self_test("out/tiny").passed
         True
     """
-    from mha_deploy.graph.mutate import mutations
     from mha_deploy.validation.self_test import self_test
 
-    names, report = mutations(), on_step or silent
-    return self_test(
-        _open(bundle),
-        runtime,
-        on_mutation=lambda name: report(Step("mutations", name), names.index(name), len(names)),
-    )
+    report = uncounted(on_step)
+    return self_test(_open(bundle), runtime, on_mutation=lambda name: report(Step("mutations", name)))
 
 
 # -- From a model to a verdict in one call ---------------------------------------------------------

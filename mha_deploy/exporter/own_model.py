@@ -162,7 +162,7 @@ def _check(given: Deployable, reference: str, name: str) -> UserModule:
     dims = {key: _dims(key, example, axes) for key, example in given.inputs.items()}
     used = {axis for each in dims.values() for axis in _names(each)}
     if unused := [axis for axis in axes if axis not in used]:
-        hint = "name it in an Example, or leave it out"
+        hint = f'Example(tensor, "{unused[0]}", ...) for an input that has it, or leave it out'
         raise ExportError("No input has such an axis.", got=", ".join(unused), hint=hint)
     if (found := two_sizes(dims, {key: each.tensor.shape for key, each in given.inputs.items()})) is not None:
         what, hint = f"Axis {found[0]} has two sizes in the examples.", "examples of one size, or two axes"
@@ -311,7 +311,8 @@ def _axis(name: object, sizes: object) -> Axis:
 def _dims(name: str, example: object, axes: Axes) -> tuple[Dim, ...]:
     """The dimensions of an input, where its example can be used."""
     if not isinstance(example, Example) or not isinstance(example.tensor, Tensor):
-        got = type(example).__name__
+        held = f" of {type(example.tensor).__name__}" if isinstance(example, Example) else ""
+        got = f"{type(example).__name__}{held}"
         raise ExportError(f"Input {name} is not an Example of a tensor.", got=got, hint=_SEE)
     if strange := [axis for axis in example.axes if axis is not None and not isinstance(axis, str)]:
         hint = "None for a fixed dimension"
@@ -337,7 +338,7 @@ def _dims(name: str, example: object, axes: Axes) -> tuple[Dim, ...]:
             hint="a name or None for each dimension",
         )
     if unknown := [axis for axis in _names(example.axes) if axis not in axes]:
-        hint = f"{nearest(unknown[0], axes)} Ranges are given in axes={{...}}." if axes else _SEE
+        hint = f"{nearest(unknown[0], axes)}; ranges are given in axes={{...}}" if axes else _SEE
         raise ExportError(f"Input {name} names an axis that has no range.", got=unknown[0], hint=hint)
     named = (*example.axes, *(None,) * (len(shape) - len(example.axes)))
     return tuple(size if axis is None else axis for axis, size in zip(named, shape, strict=True))

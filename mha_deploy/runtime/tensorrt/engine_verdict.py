@@ -605,7 +605,7 @@ def _quantized_matmuls(
             if count > 1 or (count and named == dtype):
                 proven[name] = dtype
             elif given and dtype not in given and UNKNOWN not in given and named != dtype:
-                half.append(_offender(kernel, name, given[0]))
+                half.append(_offender(kernel, name, given[0], dtype))
             elif named != dtype:
                 open_.setdefault(name, kernel.label)
     others = {*open_, *(each.what for each in half)}  # of another profile, say
