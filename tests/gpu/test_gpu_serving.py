@@ -27,7 +27,7 @@ def served(tmp_path):
     def serve(bundle, runtime):
         if runtime == "plugin":
             options = {"attention": "plugin", "accumulate": "fp32", "optimization_level": 1}
-            md.build_engine(bundle, runtime="tensorrt", name=runtime, **options)
+            md.build_engine(bundle, backend="tensorrt", name=runtime, **options)
         package = md.package(bundle, tmp_path / "models", runtimes=[runtime], sequences=4)
         assert any(name.startswith("1/plugins/") for name in package.files) == (runtime == "plugin")
         size = package.max_batch

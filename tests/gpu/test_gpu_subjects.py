@@ -81,7 +81,7 @@ def test_every_sample_of_ones_own_data_is_judged_in_the_engine(bundle, plan, tmp
         assert (runtime.samples, runtime.failed) == (5, 0)
         assert runtime.share.max < 1
         assert runtime.metric.value == 1.0
-    assert any(each.runtime == plan[1].path.stem for each in report.record.data.runtimes)
+    assert any(each.name == plan[1].path.stem for each in report.record.data.runtimes)
 
 
 def test_a_version_compatible_engine_runs_in_the_lean_runtime(bundles, tmp_path):

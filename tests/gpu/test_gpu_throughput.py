@@ -23,7 +23,7 @@ def test_an_engine_runs_on_several_streams(bundles, tmp_path):
 
     folder = shutil.copytree(bundles("tiny-gqa").path, tmp_path / "bundle")
     try:
-        engine = md.build_engine(folder, runtime="tensorrt", allow_decomposed=True)
+        engine = md.build_engine(folder, backend="tensorrt", allow_decomposed=True)
     except md.DeployError as error:
         pytest.skip(f"TensorRT: {error.in_one_line}")
     found = md.bench(folder, at=["opt"], runtimes=[engine.path.stem], streams=(1, 4))
