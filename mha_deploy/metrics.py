@@ -132,6 +132,7 @@ _TO_NEAREST = (2.0**-11 / 2.0**-8) ** 2
 # runtimes in `benchmarks/own_sensitivity.py --alarms`.
 _DEVIATIONS = 2.5
 _ALIKE = (0.25, 2.0)  # an error that holds a known mistake so many times is named after it
+_SOME, _MOST = 0.1, 0.5  # if it is that much of the error: of one that holds it so many times, and of others
 _OUTSTANDING = 3.0  # a head with so many times the error of the usual head is named
 
 Suspects = Mapping[str, tuple[np.ndarray, float | None, float | None]]
@@ -307,15 +308,11 @@ class Spread:
         along = change / self._expected * self._decided
         return float((along * (error / self._expected)).sum()) / max(float(np.square(along).sum()), 1e-300)
 
-    def _is_most_of(self, change: np.ndarray, error: np.ndarray) -> bool:
-        """Whether an error is little else than a known mistake, in any amount."""
+    def _part_of(self, change: np.ndarray, error: np.ndarray) -> float:
+        """How much of an error a known mistake is, in any amount: of its squares."""
         whole = np.square(error / self._expected * self._decided).sum()
         part = self._share(change, error) ** 2 * np.square(change / self._expected * self._decided).sum()
-        return bool(part > 0.5 * whole)
-
-    def _explains(self, part: np.ndarray, error: np.ndarray) -> bool:
-        """Whether an error without a part of it is no larger than rounding."""
-        return max(self._worst(error - part)[:2]) <= FACTOR
+        return float(part) / max(float(whole), 1e-300)
 
     def worst_slice(
         self, error: np.ndarray, suspects: Suspects = MappingProxyType({})
@@ -339,10 +336,9 @@ class Spread:
                 part = self._share(change, error)
                 amount = abs(part)
                 share = amount / chance
-                if share > max(local, gain) and (
-                    (_ALIKE[0] < amount < _ALIKE[1] and self._explains(part * change, error))
-                    or self._is_most_of(change, error)
-                ):
+                # Of a large error that is something else, a known mistake may be a small part by chance.
+                least = _SOME if _ALIKE[0] < amount < _ALIKE[1] else _MOST
+                if share > max(local, gain) and self._part_of(change, error) > least:
                     place = f"as with {name}" + ("" if excess is None else f", {_off_by(part * excess)}")
                 gain = max(gain, share)
         return local, gain, place
