@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from dataclasses import field as dataclass_field
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_type_hints
@@ -339,9 +339,14 @@ class LossRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def worst(self) -> float:
-        """The loss in one number: the largest relative L2 of an output, or share of whole numbers."""
-        known = ((each.relative_l2, each.top1 or 0.0) for each in self.outputs)
-        return max((1.0 - same if l2 is None else l2 for l2, same in known), default=0.0)
+        """The loss in one number."""
+        return largest_loss(self.outputs)
+
+
+def largest_loss(outputs: Iterable[LossOutput]) -> float:
+    """The largest relative L2 of an output, or share of whole numbers."""
+    known = ((each.relative_l2, each.top1 or 0.0) for each in outputs)
+    return max((1.0 - same if l2 is None else l2 for l2, same in known), default=0.0)
 
 
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from msgspec.structs import replace as changed
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from mha_deploy.bundle.manifest import LossLayer, LossPoint, LossRecord
+from mha_deploy.bundle.manifest import LossLayer, LossPoint, LossRecord, largest_loss
 from mha_deploy.bundle.sizes import PlannedCase
 from mha_deploy.errors import DeployError, ExportError, LossExceeded
 from mha_deploy.exporter.compress import (
@@ -378,15 +377,26 @@ def prune(
             removed = _fewest(found, order, loss, float(max_loss or 0.0), points, gram)
         else:
             removed = _down_to(found, order, int(heads), gram)
-        partners = _partners(gram, removed)
-        model = _without(original.model, partners)
+        while True:  # what a few samples allow, others may not
+            partners = _partners(gram, removed)
+            model = _without(original.model, partners)
+            outputs, _, judged, count = measure_loss(original.model, model, held_out, {}, figure, on_step)
+            worst = largest_loss(outputs)
+            if heads != AUTO_HEADS or not removed or max_loss is None or worst <= max_loss:
+                break
+            removed = removed[: min(len(removed) - 1, int(len(removed) * max_loss / worst))]
+        if heads == AUTO_HEADS:
+            chosen = LossPoint(
+                compressed=len(removed), share=len(removed) / len(order), loss=worst, is_chosen=True
+            )
+            others = (each for each in points if each.compressed != len(removed))
+            points = sorted([*others, chosen], key=lambda each: -each.compressed)
         smaller = FileProgram(model)
         for sample in few:  # the graph must be what was tried
             wanted = program.run(sample.inputs, _Removed(found, partners))
             got = smaller.run(sample.inputs)
             what = "The graph with fewer heads does not compute what was tried."
             refuse_large_error(sample.name, got, wanted, _SAME, what, "report this, with the model")
-        outputs, _, judged, count = measure_loss(original.model, model, held_out, {}, figure, on_step)
     record = LossRecord(
         what="heads",
         data=samples.title,
@@ -523,8 +533,6 @@ def _fewest(
         cost = loss(sequence[:middle])
         points.append(LossPoint(compressed=middle, share=middle / len(order), loss=cost))
         low, high = (middle, high) if cost <= limit else (low, middle - 1)
-    points[:] = [changed(each, is_chosen=each.compressed == low) for each in points]
-    points.sort(key=lambda each: -each.compressed)
     return sequence[:low]
 
 
