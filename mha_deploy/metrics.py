@@ -259,8 +259,10 @@ class Spread:
         found = []
         for part in parts:
             piece = copy(self)
-            for name in ("_expected", "_signal", "_decided"):
+            for name in ("_expected", "_signal"):
                 setattr(piece, name, part(getattr(self, name)))
+            # Of vectors; the parts may lie along the last axis, as one number for each token does.
+            piece._decided = part(np.broadcast_to(self._decided, self._signal.shape))[..., :1]
             piece._samples = np.stack([part(each) for each in self._samples])
             piece._branches = np.stack([part(each) for each in self._branches])
             piece._heads = None
