@@ -565,11 +565,13 @@ class _FaultSearch:
             for node in some:
                 errors[node] = known.error_of(found[str(node.outputs[0].name)], is_mask=node in self.masks)
         usual = max(self.precision.roundoff, _FLOAT32_GEMM)
-        right = dict[ir.Node, float]()
+        right, off = dict[ir.Node, float](), set[ir.Node]()
         for node, error in errors.items():
             made = [right.get(maker, 0.0) for value in node.inputs if value and (maker := value.producer())]
             if error <= min(wrong.limit or _ALIKE, _JUMP * max([usual, *made])):
                 right[node] = error
+            elif error < _NEAR and error > _SURE * max([usual, *made]) and node.op_type not in CARRIES:
+                off.add(node)  # a counterpart, and an error of its own, which a residual stream may hide
         cleared = set(nodes_behind(node.outputs[0] for node in right))
         moved = set[ir.Node]()
         for node in suspects:
@@ -577,12 +579,14 @@ class _FaultSearch:
             makers = [value.producer() for value in data if value is not None]
             if node.op_type in CARRIES and all(each is None or each in cleared | moved for each in makers):
                 moved.add(node)
+        cleared -= off
         open_ = [node for node in floats if node not in cleared | moved and node.op_type != "Constant"]
         behind = {node: set(nodes_behind(node.inputs)) for node in open_}
         if not open_:  # no value is further off than those it is computed from
             return None, []
         first, *others = (node for node in open_ if behind[node].isdisjoint(open_))
-        unseen = [node for node in suspects if node in behind[first] and node not in cleared]
+        before = set(nodes_behind(first.inputs, lambda node: () if node in right else node.inputs))
+        unseen = [node for node in suspects if node in before and node not in right]
         unseen.sort(key=lambda node: not self._changed([node]))
         return Suspect(
             node=_title(first),
@@ -664,7 +668,8 @@ _VALUES_AT_ONCE = 32
 _SAMPLED = 1024  # numbers of a value
 _ALIKE = 0.01  # the largest relative error of equal values, where the wrong output has no budget
 _FLOAT32_GEMM = 2.0**-22  # the usual relative error of one in float32
-_JUMP = 4.0  # times the error of what a value is computed from: more is its own
+_JUMP, _SURE = 4.0, 8.0  # times the error of what a value is computed from: more is its own, or surely so
+_NEAR = 0.1  # the largest relative error of a value that has a counterpart
 
 
 class _Numbers:
@@ -683,7 +688,7 @@ class _Numbers:
                 continue
             error = 0.0
             for step in (few, 1):  # some numbers first: values of one size are many
-                if error < 10 * _ALIKE:
+                if error < _NEAR:
                     got, want = (each.ravel()[::step].astype(np.float64) for each in (array, value))
                     error = _relative(got, want, is_mask=is_mask)
             best = min(best, error)
