@@ -46,8 +46,17 @@ from mha_deploy.exporter.samples import sample_case, sample_parts
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph, with_outputs
 from mha_deploy.graph.fuse import from_old_opset
-from mha_deploy.graph.ir import constant_ints, infer_shapes, input_at, is_op, made_by, node_name, nodes_behind
-from mha_deploy.graph.roles import RANDOM
+from mha_deploy.graph.ir import (
+    constant,
+    constant_ints,
+    infer_shapes,
+    input_at,
+    is_op,
+    made_by,
+    node_name,
+    nodes_behind,
+)
+from mha_deploy.graph.roles import MOVES, RANDOM
 from mha_deploy.graph.valid import inline_functions
 from mha_deploy.model.precision import PRECISIONS, find_precision
 from mha_deploy.model.spec import FLOAT, Axes, Axis, Dim, ModelSpec, ModuleSpec, TensorSpec, is_past, size_of
@@ -64,6 +73,7 @@ _LARGEST_ERROR = 0.25
 _LAYERS_BYTES = 1 << 30
 _MOST_HALVED = 4  # times that drawn numbers are halved
 _TOKEN_AXES = ("S", "tokens", "new_tokens")  # names for the axis of a token that comes alone
+_HIDES = 1000.0  # a mask number is at least so large
 _LARGEST_TIE, _MOST_TIES = 256, 8  # sizes of weights, or in a Reshape, that an axis is tried at
 
 # What it writes, "?" where that is computed, and the sizes of axes at which the file runs
@@ -774,9 +784,10 @@ def _fit(example: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 def _draw(value: ir.Value, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
     """An input from its type and name: normal floats, tokens of the vocabulary, masks with a padded tail."""
     name, kind = str(value.name).lower(), np.dtype(value.dtype.numpy())  # type: ignore[union-attr]
-    if kind.kind not in "iub":
+    is_float = kind.kind not in "iub"
+    if is_float and not _is_zero_or_one(value):
         return random.standard_normal(shape)
-    if _is_drawn_mask(value, len(shape)):
+    if is_float or _is_drawn_mask(value, len(shape)):
         # Every batch element keeps its first entry; the tails of all but the first are masked.
         ends = random.integers(1, shape[-1] + 1, size=(*shape[:-1], 1)) if shape else np.array(1)
         if len(shape) > 1:
@@ -791,6 +802,26 @@ def _is_drawn_mask(value: ir.Value, rank: int) -> bool:
     """Whether an input is drawn as a mask."""
     kind = np.dtype(value.dtype.numpy())  # type: ignore[union-attr]
     return is_mask(str(value.name), kind.name) and (kind.kind == "b" or rank == 2)
+
+
+def _is_zero_or_one(value: ir.Value) -> bool:
+    """Whether a floating-point input is a mask of zeros and ones: (1 - x) times a number that hides keys."""
+    pending, is_rest = [(value, False)], False
+    for each, is_rest in pending:  # it grows
+        for node in each.consumers():
+            if is_op(node, *MOVES, "Cast", "Expand", "Flatten") and node.inputs[0] is each:
+                pending.append((node.outputs[0], is_rest))
+            elif is_op(node, "Sub") and node.inputs[1] is each and _number(node.inputs[0]) == 1.0:
+                pending.append((node.outputs[0], True))
+            elif is_op(node, "Mul") and is_rest and max(abs(_number(x)) for x in node.inputs) >= _HIDES:
+                return True
+    return False
+
+
+def _number(value: ir.Value | None) -> float:
+    """The number of a constant that has one; 0 for anything else."""
+    held = constant(value)
+    return 0.0 if held is None or held.size != 1 else float(held.numpy().item())
 
 
 def _largest_index(value: ir.Value) -> int:

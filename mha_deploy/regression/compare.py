@@ -642,6 +642,11 @@ def _under_old_budget(old: Measurement, new: Measurement) -> Measurement:
     shared = old.budget.keys() & new.errors.keys() if old.budget != new.budget else ()
     if (old.outcome, old.sizes) != (new.outcome, new.sizes) or new.value is None or not shared:
         return new
+    # Errors of slices are in units of the rounding there: of two precisions, these are no common units.
+    plain = [key for key in shared if not key.startswith("local")]
+    ratios = [new.budget.get(key, 0.0) / old.budget[key] for key in plain if old.budget[key]]
+    if plain and not all(0.5 < ratio < 2.0 for ratio in ratios):
+        shared = set(plain)
     used = max(new.errors[key] / old.budget[key] for key in shared)
     return replace(new, value=used, shown=_used_text(used, new.outcome, " of the old budget"))
 

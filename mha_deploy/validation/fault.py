@@ -584,7 +584,13 @@ class _FaultSearch:
         behind = {node: set(nodes_behind(node.inputs)) for node in open_}
         if not open_:  # no value is further off than those it is computed from
             return None, []
-        first, *others = (node for node in open_ if behind[node].isdisjoint(open_))
+        first, *more = (node for node in open_ if behind[node].isdisjoint(open_))
+        others = list[ir.Node]()
+        for node in more:  # where what reads it comes from another as well, that one explains it
+            starts = {first, *others}
+            reads = [use.node for use in node.outputs[0].uses()]
+            if not all(each in behind and not behind[each].isdisjoint(starts) for each in reads):
+                others.append(node)
         before = set(nodes_behind(first.inputs, lambda node: () if node in right else node.inputs))
         unseen = [node for node in suspects if node in before and node not in right]
         unseen.sort(key=lambda node: not self._changed([node]))

@@ -29,7 +29,7 @@ from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.judge import ParityReport
 from mha_deploy.model.spec import Axis, ModelSpec, ModuleSpec, Sizes, are_within
-from mha_deploy.options import OnName, OnStep, Step, ValidateOptions, silent
+from mha_deploy.options import OnName, OnStep, Step, ValidateOptions, given_of, silent
 from mha_deploy.runtime import CPU_RUNNERS, RUNNERS, open_runner
 from mha_deploy.runtime.child import RuntimeCrash, isolation
 from mha_deploy.runtime.cuda import find_gpu, open_gpu
@@ -250,7 +250,12 @@ class _Validator:
     @cached_property
     def _opened_fresh(self) -> FreshCases:
         if isinstance(self.bundle.manifest.spec, ModuleSpec):
-            refuse_without_factory(self.bundle.manifest.spec)
+            try:
+                refuse_without_factory(self.bundle.manifest.spec)
+            except BundleError as error:
+                given = given_of(self.options, ("fresh", "sweep", "probe", "steps"))
+                got = f"{error.got}, for {', '.join(given)}" if given else error.got
+                raise BundleError(error.what, got=got, hint=error.hint) from error
         runtimes.refuse_without_torch("of fresh inputs")
         from mha_deploy.baselines.fresh import FreshCases
 

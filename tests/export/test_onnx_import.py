@@ -551,6 +551,35 @@ def test_the_large_case_of_a_map_is_bounded_by_its_scores(limit, tmp_path):
         assert tokens**2 * 4 * 8 < 0.01e9
 
 
+def test_a_mask_of_floats_is_drawn_as_zeros_and_ones(tmp_path):
+    """(1 - mask) times a number that hides keys: other floats would let one key of each query count."""
+    text = """<ir_version: 10, opset_import: ["": 18]>
+    g (float[B, 4, S, 8] q, float[B, S] keep, float[B, 4, S, 8] more) => (float[B, 4, S, 8] y)
+        <float one = {1}, float low = {-10000}, float half = {0.35}, int64[2] axes = {1, 2}> {
+        hidden = Sub(one, keep)
+        bias = Mul(hidden, low)
+        mask = Unsqueeze(bias, axes)
+        turned = Transpose<perm = [0, 1, 3, 2]>(q)
+        scores = MatMul(q, turned)
+        scaled = Mul(scores, half)
+        total = Add(scaled, mask)
+        weights = Softmax(total)
+        attended = MatMul(weights, q)
+        rest = Sub(one, more)
+        y = Add(attended, rest)
+    }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
+    axes = {"B": "1:2:4", "S": "1:9:16"}
+    bundle = md.export(tmp_path / "m.onnx", tmp_path / "b", axes=axes, precision="fp32")
+        tmp_path / "m.onnx", tmp_path / "b", axes={"B": "1:2:4", "S": "1:9:16"}, precision="fp32"
+    )
+    for case in golden_cases(bundle):
+        assert set(np.unique(case.inputs["keep"])) <= {0.0, 1.0}
+        assert (case.inputs["keep"].sum(-1) > 0).all(), "every query has a key"
+    opt = next(case for case in golden_cases(bundle) if case.name == "opt")
+    assert len(np.unique(opt.inputs["more"])) > 2, "other floats are numbers"
+
+
 # -- Positions that are decided by arithmetic on floats --------------------------------------------
 
 

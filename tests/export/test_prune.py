@@ -198,3 +198,16 @@ def test_keys_beside_those_of_an_input_are_a_cache_whose_heads_stay(tmp_path):
 def test_a_preallocated_cache_is_the_reason_why_heads_stay(tmp_path):
     with pytest.raises(md.DeployError, match="KV cache"):
         md.prune(md.load_model(cached_models.in_place()), tmp_path / "out", heads=1)
+
+
+def test_auto_steps_back_where_held_out_samples_lose_more(tmp_path):
+    """Every other sample is zeros, of which no head is needed; the rest show what a head costs."""
+    model, data = transformer(tmp_path / "m.onnx", changed=weights()), samples(6)
+    for each in data[::2]:
+        each["x"] = np.zeros_like(each["x"])
+    alone = md.prune(model, tmp_path / "all", heads=HEADS - 1, data=data, **OPTIONS).manifest.loss.worst
+    bundle = md.prune(model, tmp_path / "out", heads="auto", max_loss=1.2 * alone, data=data, **OPTIONS)
+    assert bundle.manifest.loss.worst <= 1.2 * alone
+    assert bundle.manifest.attention[0]["Hq"] < HEADS
+    (chosen,) = (each for each in bundle.manifest.loss.search if each.is_chosen)
+    assert chosen.compressed == HEADS - bundle.manifest.attention[0]["Hq"]

@@ -827,3 +827,13 @@ def test_a_factor_that_the_precision_does_not_have_may_be_rounded_or_not(make_mo
     assert run(feeds, make_mode(FP16, 2))["angle"] == pytest.approx(oracle["angle"], rel=1e-6)
     lowest = float(np.finfo(np.float32).min)
     assert make_mode(FP16, 2).factor(lowest) == lowest  # rounded, it would be infinite in float32
+
+
+def test_parts_along_the_last_axis_have_a_budget_each():
+    """As an output of one number for each token: its steps are parts along its last axis."""
+    dice = np.random.default_rng(0)
+    oracle = dice.standard_normal((3, 7))
+    whole = budget_from_samples(dice.standard_normal((8, 3, 7)) * 2.0**-11, oracle, FP16)
+    parts = whole.spread.slices([partial(np.take, indices=[i], axis=1) for i in range(7)])
+    assert [each.worst_slice(np.full((3, 1), 2.0**-12))[0] < 3 for each in parts] == [True] * 7
+    assert all(each.worst_slice(np.full((3, 1), 0.1))[0] > 3 for each in parts)
