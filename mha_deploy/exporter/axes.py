@@ -32,8 +32,8 @@ def draw_inputs(example: Mapping[str, Tensor], dims: NamedDims, sizes: Sizes, se
     """Draw inputs that look like the example; those of different names get different numbers.
 
     Floats are normal with the example's mean and deviation. Integers, booleans and masks (floats with
-    infinities or very large numbers) are sliced from the example, or repeat it: only values that were shown
-    appear.
+    infinities or very large numbers, or of zeros and ones) are sliced from the example, or repeat it: only
+    values that were shown appear.
     """
     shapes = {name: shape_of(tensor, dims.get(name, ()), sizes) for name, tensor in example.items()}
     return {name: draw_one(name, tensor, shapes[name], seed) for name, tensor in example.items()}
@@ -44,6 +44,7 @@ def draw_one(name: str, example: Tensor, shape: Sequence[int], seed: int) -> Ten
     is_drawn = example.is_floating_point()
     if is_drawn and example.numel():  # no mask
         is_drawn = not example.isinf().any() and float(example.abs().max()) <= LARGEST_ACTIVATION
+        is_drawn = is_drawn and not bool(((example == 0) | (example == 1)).all())
     if not is_drawn:
         result = example.detach()
         for dim, (have, want) in enumerate(zip(example.shape, shape, strict=True)):

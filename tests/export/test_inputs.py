@@ -7,6 +7,7 @@ import torch
 
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.sizes import PlannedCase, plan_golden
+from mha_deploy.exporter.axes import draw_inputs
 from mha_deploy.exporter.golden import LayerCapture
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.precision import PRECISIONS
@@ -168,3 +169,11 @@ def test_token_ids_are_drawn_from_the_whole_embedding_and_other_integers_from_th
     assert set(tokens.ravel()) <= set(range(100))
     assert len(np.unique(tokens, axis=0)) == len(tokens)
     assert np.array_equal(mask[3], mask[0])
+
+
+def test_floats_of_zeros_and_ones_are_repeated_and_others_are_drawn():
+    examples = {"keep": torch.tensor([[1.0, 1.0, 0.0]]), "x": torch.tensor([[1.0, 0.5, 0.0]])}
+    dims = dict.fromkeys(examples, ("B", "S"))
+    drawn = draw_inputs(examples, dims, {"B": 2, "S": 5}, seed=0)
+    assert drawn["keep"].tolist() == [[1.0, 1.0, 0.0, 1.0, 1.0]] * 2
+    assert drawn["x"].unique().numel() == 10

@@ -571,8 +571,6 @@ def test_a_mask_of_floats_is_drawn_as_zeros_and_ones(tmp_path):
     onnx.save(onnx.parser.parse_model(text), tmp_path / "m.onnx")
     axes = {"B": "1:2:4", "S": "1:9:16"}
     bundle = md.export(tmp_path / "m.onnx", tmp_path / "b", axes=axes, precision="fp32")
-        tmp_path / "m.onnx", tmp_path / "b", axes={"B": "1:2:4", "S": "1:9:16"}, precision="fp32"
-    )
     for case in golden_cases(bundle):
         assert set(np.unique(case.inputs["keep"])) <= {0.0, 1.0}
         assert (case.inputs["keep"].sum(-1) > 0).all(), "every query has a key"
