@@ -554,24 +554,8 @@ class _FaultSearch:
         A value is right where some value of the bundle's graph has its numbers, with an error like those of
         others. What a right value is computed from is right as well, and so is what only moves right numbers.
         """
-        names = [str(v.name) for node in self.own.graph for v in node.outputs if v.dtype in _FLOATS]
-        known = _Numbers(reference(names))
         floats = [node for node in suspects if node.outputs and node.outputs[0].dtype in _FLOATS]
-        errors = dict[ir.Node, float]()
-        for start in range(0, len(floats), _VALUES_AT_ONCE):
-            some = floats[start : start + _VALUES_AT_ONCE]
-            self.on_step(Step("values", f"{start} of {len(floats)}"))
-            found = self.run([str(node.outputs[0].name) for node in some])
-            for node in some:
-                errors[node] = known.error_of(found[str(node.outputs[0].name)], is_mask=node in self.masks)
-        usual = max(self.precision.roundoff, _FLOAT32_GEMM)
-        right, off = dict[ir.Node, float](), set[ir.Node]()
-        for node, error in errors.items():
-            made = [right.get(maker, 0.0) for value in node.inputs if value and (maker := value.producer())]
-            if error <= min(wrong.limit or _ALIKE, _JUMP * max([usual, *made])):
-                right[node] = error
-            elif error < _NEAR and error > _SURE * max([usual, *made]) and node.op_type not in CARRIES:
-                off.add(node)  # a counterpart, and an error of its own, which a residual stream may hide
+        right, off = self._right_and_off(self._errors(floats, reference), wrong.limit or _ALIKE)
         cleared = set(nodes_behind(node.outputs[0] for node in right))
         moved = set[ir.Node]()
         for node in suspects:
@@ -579,18 +563,11 @@ class _FaultSearch:
             makers = [value.producer() for value in data if value is not None]
             if node.op_type in CARRIES and all(each is None or each in cleared | moved for each in makers):
                 moved.add(node)
-        cleared -= off
-        open_ = [node for node in floats if node not in cleared | moved and node.op_type != "Constant"]
-        behind = {node: set(nodes_behind(node.inputs)) for node in open_}
-        if not open_:  # no value is further off than those it is computed from
+        known = (cleared - off) | moved
+        starts = _starts([node for node in floats if node not in known and node.op_type != "Constant"])
+        if not starts:  # no value is further off than those it is computed from
             return None, []
-        first, *more = (node for node in open_ if behind[node].isdisjoint(open_))
-        others = list[ir.Node]()
-        for node in more:  # where what reads it comes from another as well, that one explains it
-            starts = {first, *others}
-            reads = [use.node for use in node.outputs[0].uses()]
-            if not all(each in behind and not behind[each].isdisjoint(starts) for each in reads):
-                others.append(node)
+        first, *others = starts
         before = set(nodes_behind(first.inputs, lambda node: () if node in right else node.inputs))
         unseen = [node for node in suspects if node in before and node not in right]
         unseen.sort(key=lambda node: not self._changed([node]))
@@ -603,6 +580,37 @@ class _FaultSearch:
             others=tuple(map(_title, others)),
             is_start=first is not suspects[-1],
         ), [_title(node) for node in unseen]
+
+    def _errors(self, nodes: Sequence[ir.Node], reference: ReferenceValues) -> dict[ir.Node, float]:
+        """The relative error of each result against the nearest value of the bundle's graph."""
+        names = [str(v.name) for node in self.own.graph for v in node.outputs if v.dtype in _FLOATS]
+        known, errors = _Numbers(reference(names)), dict[ir.Node, float]()
+        for start in range(0, len(nodes), _VALUES_AT_ONCE):
+            some = nodes[start : start + _VALUES_AT_ONCE]
+            self.on_step(Step("values", f"{start} of {len(nodes)}"))
+            found = self.run([str(node.outputs[0].name) for node in some])
+            for node in some:
+                errors[node] = known.error_of(found[str(node.outputs[0].name)], is_mask=node in self.masks)
+        return errors
+
+    def _right_and_off(
+        self, errors: Mapping[ir.Node, float], limit: float
+    ) -> tuple[Set[ir.Node], Set[ir.Node]]:
+        """The nodes whose results are right, and those with an error of their own.
+
+        The latter have a counterpart, and are much further off than what they are computed from. A residual
+        stream may hide that behind them.
+        """
+        usual = max(self.precision.roundoff, _FLOAT32_GEMM)
+        right, off = dict[ir.Node, float](), set[ir.Node]()
+        for node, error in errors.items():
+            makers = [value.producer() for value in node.inputs if value is not None]
+            made = max([usual, *(right[each] for each in makers if each in right)])
+            if error <= min(limit, _JUMP * made):
+                right[node] = error
+            elif _SURE * made < error < _NEAR and node.op_type not in CARRIES:
+                off.add(node)
+        return right.keys(), off
 
     def _changed(self, nodes: Sequence[ir.Node]) -> tuple[str, ...]:
         """The constants that these nodes read, with other numbers than those of the bundle's graph."""
@@ -668,6 +676,18 @@ def _problem(got: np.ndarray, want: np.ndarray, limit: float | None, *, is_mask:
     # Of the shape of an error only its size carries over from one value to another.
     off = metrics.measure(got, want).relative_l2
     return f"relative error {off:.2g}" if limit is None or off > limit else None
+
+
+def _starts(nodes: Sequence[ir.Node]) -> list[ir.Node]:
+    """Those of some nodes that come from no other of them, without what an earlier one explains."""
+    behind = {node: set(nodes_behind(node.inputs)) for node in nodes}
+    found = list[ir.Node]()
+    for node in nodes:
+        readers = [use.node for use in node.outputs[0].uses()]
+        explained = found and all(each in behind and not behind[each].isdisjoint(found) for each in readers)
+        if behind[node].isdisjoint(nodes) and not explained:
+            found.append(node)
+    return found
 
 
 _VALUES_AT_ONCE = 32
