@@ -146,6 +146,8 @@ class _Validator:
                 manifest.precision,
                 on_column=lambda name: self.on_step(Step("masks", name)),
             )
+        if options.layers and not any(each.runtime.engine is not None for each in judged):
+            self.notes.append("attentions are judged one by one in the graph only: no engine was run")
         own = not self.subjects  # the bundle's own engines are not what was judged
         if own and (others := manifest.judged_by_outputs):
             self.notes.append(
