@@ -102,6 +102,8 @@ def first_line(error: BaseException) -> str:
 
 # Gives out the quantized number of an output that a Transpose before a QuantizeLinear reads as well (1.31.1).
 MOVES_TRANSPOSES = "TransposeOptimizer"
+# They make one node, which cannot be loaded, of a norm with nodes in FP16 and in FP32 (1.31.1).
+FUSE_NORMS = ("LayerNormFusion", "SimplifiedLayerNormFusion")
 
 _NO_KERNEL = "ONNX Runtime has no CPU kernel for a node of this graph."
 _NO_BFLOAT16 = "--runtime onnx-reference (ONNX Runtime's CPU kernels have no bfloat16)"
@@ -125,7 +127,7 @@ class OrtCpuRunner(Runner):
                 upcast,
                 options,
                 providers=["CPUExecutionProvider"],
-                disabled_optimizers=[MOVES_TRANSPOSES],
+                disabled_optimizers=[MOVES_TRANSPOSES, *FUSE_NORMS],
             )
         except Exception as error:  # ONNX Runtime raises types of its own that share no base
             if isinstance(error, ort.capi.onnxruntime_pybind11_state.NotImplemented):

@@ -209,9 +209,12 @@ def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
         is_constant = all(value in constants or value.is_initializer() for value in inputs)
         constants.update(node.outputs if is_constant else ())
         is_attention = node.op_type.endswith("Attention")
+        # A kernel may convert what it computed for a Cast that reads it.
+        casts = [use.node.outputs[0] for x in node.outputs for use in x.uses() if is_op(use.node, "Cast")]
         found[name_of(node)] = WrittenTypes(
             reads=types(node, node.inputs),
-            writes=types(node, node.outputs) | ({"fp8"} if fp8_values(node) & {*node.outputs} else set()),
+            writes=types(node, [*node.outputs, *casts])
+            | ({"fp8"} if fp8_values(node) & {*node.outputs} else set()),
             is_matmul=node.op_type in _MATMULS or is_attention,
             is_softmax=node.op_type in _SOFTMAXES,
             is_attention=is_attention,
