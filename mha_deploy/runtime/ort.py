@@ -103,7 +103,7 @@ def first_line(error: BaseException) -> str:
 # Gives out the quantized number of an output that a Transpose before a QuantizeLinear reads as well (1.31.1).
 MOVES_TRANSPOSES = "TransposeOptimizer"
 # They make one node, which cannot be loaded, of a norm with nodes in FP16 and in FP32 (1.31.1).
-FUSE_NORMS = ("LayerNormFusion", "SimplifiedLayerNormFusion")
+FUSE_NORMS = ("LayerNormFusion", "LayerNormFusionL1")
 
 _NO_KERNEL = "ONNX Runtime has no CPU kernel for a node of this graph."
 _NO_BFLOAT16 = "--runtime onnx-reference (ONNX Runtime's CPU kernels have no bfloat16)"
