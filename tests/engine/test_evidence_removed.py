@@ -138,3 +138,18 @@ sizes (float16[B, 8] x, float16[8, 8] w) => (float16[B, 8] y) {
 def test_a_matmul_of_which_only_the_sizes_are_read_needs_no_kernel():
     types = written_types(ir.from_onnx_text(SIZES_ALONE))
     assert [name for name, each in types.items() if each.is_matmul] == ["node_of_read"]
+
+
+def test_a_node_writes_what_a_cast_behind_it_converts_to():
+    """A kernel computes both, and reports the result of the Cast alone."""
+    text = """<ir_version: 10, opset_import: ["": 23]>
+    g (float16[B, 8] x, float16[8, 8] w) => (float[B, 8] y, float16[B, 8] z) {
+        m = MatMul(x, w)
+        wide = Cast<to = 1>(m)
+        y = Sqrt(wide)
+        z = Relu(m)
+    }"""
+    types = written_types(ir.from_onnx_text(text))
+    (matmul,) = (each for each in types.values() if each.is_matmul)
+    assert matmul.writes == {"fp16", "fp32"}
+    assert matmul.reads == {"fp16"}
