@@ -15,6 +15,7 @@ from mha_deploy.engine.engine import default_profiles, open_engine, profile_shap
 from mha_deploy.engine.lowered import lower_for
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.file import load_graph
+from mha_deploy.graph.ir import infer_shapes
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.engine_verdict import (
     FusionStatus,
@@ -149,7 +150,8 @@ def test_a_node_writes_what_a_cast_behind_it_converts_to():
         y = Sqrt(wide)
         z = Relu(m)
     }"""
-    types = written_types(ir.from_onnx_text(text))
-    (matmul,) = (each for each in types.values() if each.is_matmul)
+    model = ir.from_onnx_text(text)
+    infer_shapes(model)
+    (matmul,) = (each for each in written_types(model).values() if each.is_matmul)
     assert matmul.writes == {"fp16", "fp32"}
     assert matmul.reads == {"fp16"}
