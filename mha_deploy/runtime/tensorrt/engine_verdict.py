@@ -209,8 +209,9 @@ def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
         is_constant = all(value in constants or value.is_initializer() for value in inputs)
         constants.update(node.outputs if is_constant else ())
         is_attention = node.op_type.endswith("Attention")
-        # A kernel may convert what it computed for a Cast that reads it.
-        casts = [use.node.outputs[0] for x in node.outputs for use in x.uses() if is_op(use.node, "Cast")]
+        # A kernel may convert what it computed for a Cast to FP32 that reads it.
+        readers = [use.node for value in node.outputs for use in value.uses() if is_op(use.node, "Cast")]
+        casts = [each.outputs[0] for each in readers if each.outputs[0].dtype == ir.DataType.FLOAT]
         found[name_of(node)] = WrittenTypes(
             reads=types(node, node.inputs),
             writes=types(node, [*node.outputs, *casts])
