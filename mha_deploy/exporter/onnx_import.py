@@ -47,8 +47,8 @@ from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph, with_outputs
 from mha_deploy.graph.fuse import from_old_opset
 from mha_deploy.graph.ir import (
-    constant,
     constant_ints,
+    constant_number,
     infer_shapes,
     input_at,
     is_op,
@@ -811,17 +811,16 @@ def _is_zero_or_one(value: ir.Value) -> bool:
         for node in each.consumers():
             if is_op(node, *MOVES, "Cast", "Expand", "Flatten") and node.inputs[0] is each:
                 pending.append((node.outputs[0], is_rest))
-            elif is_op(node, "Sub") and node.inputs[1] is each and _number(node.inputs[0]) == 1.0:
+            elif is_op(node, "Sub") and node.inputs[1] is each and constant_number(node.inputs[0]) == 1.0:
                 pending.append((node.outputs[0], True))
-            elif is_op(node, "Mul") and is_rest and max(abs(_number(x)) for x in node.inputs) >= _HIDES:
+            elif is_op(node, "Mul") and is_rest and any(map(_hides, node.inputs)):
                 return True
     return False
 
 
-def _number(value: ir.Value | None) -> float:
-    """The number of a constant that has one; 0 for anything else."""
-    held = constant(value)
-    return 0.0 if held is None or held.size != 1 else float(held.numpy().item())
+def _hides(value: ir.Value | None) -> bool:
+    """Whether a value is one number that hides a key where it is added."""
+    return abs(constant_number(value) or 0.0) >= _HIDES
 
 
 def _largest_index(value: ir.Value) -> int:

@@ -196,6 +196,11 @@ def constant_number(value: ir.Value | None) -> float | None:
     return None if tensor is None or tensor.size != 1 else float(tensor.numpy().reshape(-1)[0])
 
 
+def long_axes(value: ir.Value) -> int:
+    """How many axes of an initializer are longer than 1; two and more are a table or a matrix."""
+    return sum(dim != 1 for dim in value.shape or ())
+
+
 def perm(node: ir.Node) -> tuple[int, ...]:
     """The permutation of a Transpose; without one, the axes are reversed."""
     return tuple(node.attributes.get_ints("perm") or reversed(range(rank(node.inputs[0]) or 0)))

@@ -33,12 +33,13 @@ from mha_deploy.graph.ir import (
     input_at,
     is_op,
     is_tensor,
+    long_axes,
     name_nodes,
     names_in,
     new_initializer,
     nodes_behind,
 )
-from mha_deploy.graph.roles import MATMULS, NORMS, SOFTMAXES
+from mha_deploy.graph.roles import MATMULS, NORMS, SOFTMAXES, TO_BOOLEAN
 from mha_deploy.graph.upcast import in_type, retype, retype_attributes
 from mha_deploy.model.masking import ABSORBS_FLOAT32, MODEL_NUMBER, model_number
 from mha_deploy.text import group_by, summarize_names
@@ -469,12 +470,6 @@ _MASK_OPERATORS = (
     *("Expand", "Unsqueeze", "Squeeze", "Reshape", "Slice", "Concat", "Transpose", "Tile", "Gather"),
     *("ConstantOfShape", "ScatterND", "GatherND"),
 )
-_TO_BOOLEAN = ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "IsInf")
-
-
-def long_axes(value: ir.Value) -> int:
-    """How many axes of an initializer are longer than 1; two and more are a table or a matrix."""
-    return sum(dim != 1 for dim in value.shape or ())
 
 
 def data_values(graph: ir.Graph) -> set[ir.Value]:
@@ -502,7 +497,7 @@ def mask_values(graph: ir.Graph, data: set[ir.Value]) -> set[ir.Value]:
             scores, uses = node.outputs[0], node.outputs[0].uses()
             if uses and not scores.is_graph_output() and all(is_op(use.node, "Softmax") for use in uses):
                 return True
-        if is_op(node, *_TO_BOOLEAN):  # which numbers hide keys
+        if is_op(node, *TO_BOOLEAN):  # which numbers hide keys
             users = [use.node for use in node.outputs[0].uses()]
             return bool(users) and all(map(makes_mask, users)) and not node.outputs[0].is_graph_output()
         return makes_mask(node)

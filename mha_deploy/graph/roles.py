@@ -36,6 +36,10 @@ FUSED_MATMULS = ("FusedMatMul", "FusedConv")
 SOFTMAXES = ("Softmax", "LogSoftmax")
 NORMS = ("LayerNormalization", "RMSNormalization", "InstanceNormalization", "GroupNormalization")
 
+# -- What makes truth values of numbers --------------------------------------------------------------
+
+TO_BOOLEAN = ("Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual", "IsInf")
+
 # -- What makes other numbers ------------------------------------------------------------------------
 
 QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import is_attention
-from mha_deploy.graph.ir import HALVES, graphs_in, infer_shapes, is_op, node_name
+from mha_deploy.graph.ir import HALVES, graphs_in, infer_shapes, is_op, long_axes, node_name
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import copy_of
 from mha_deploy.graph.roles import LAYOUT, MATMULS, NORMS, QUANTIZERS
@@ -220,9 +220,7 @@ def deciding_nodes(graph: ir.Graph) -> set[ir.Node]:
         return known and not is_op(node, "Shape", "Size", *QUANTIZERS)
 
     free = {
-        value
-        for value in graph.initializers.values()
-        if not value.is_graph_input() and sum(size != 1 for size in value.shape or ()) < 2
+        value for value in graph.initializers.values() if not value.is_graph_input() and long_axes(value) < 2
     }
     computed = [node for node in graph if any(map(is_float, node.outputs)) and not graphs_in(node)]
     for node in computed:
