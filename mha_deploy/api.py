@@ -807,8 +807,8 @@ def bisect(
         bundle: The bundle, or its folder.
         runtime: A runtime, or the name of an engine; default: the first engine that runs here, else a CPU
             runtime.
-        graph: Another ONNX export of the same model, to look into in place of the bundle's own; values of the
-            same name are compared.
+        graph: Another ONNX export of the same model, to look into in place of the bundle's own. Its values
+            are matched with the bundle's by their numbers, whatever their names are.
         names: With `graph`: its names of inputs and outputs, and those in the bundle.
         on_step: Called before each part that is tried.
 

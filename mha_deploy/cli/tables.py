@@ -700,6 +700,9 @@ def bisection_renderable(found: Bisection, *, verbose: bool = False) -> Renderab
     runs = plural(found.runs, "run")
     if found.wrong is None:
         words = "the outputs of every golden case that it takes are right: nothing to bisect"
+        if found.unverified:
+            words = "no output is wrong, so there is nothing to bisect; not verified: "
+            words += "; ".join(found.unverified)
         return Group(head(found.outcome, words), Text(f"{found.model} on {found.runtime}, {runs}"))
     where = f"{found.model} on {found.runtime}, case {found.case}, {runs}, against {found.reference}"
     lines = [f"wrong output: {found.wrong}"]

@@ -578,8 +578,9 @@ def _place_of_report(options: Mapping[str, Any]) -> Path:
             "runtime"
         ),
         graph=about(
-            "Look into another ONNX export of the same model, in place of the bundle's graph: values of the "
-            "same name are compared. The runtime is then one of graphs, by default on the CPU.",
+            "Look into another ONNX export of the same model, in place of the bundle's graph. Its values are "
+            "matched by their numbers, whatever their names are. The runtime is then one of graphs, by "
+            "default on the CPU.",
             metavar="FILE.onnx",
         ),
     )

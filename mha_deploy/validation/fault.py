@@ -256,12 +256,14 @@ class Suspect(Struct, frozen=True, kw_only=True):
 class Bisection(Struct, frozen=True, kw_only=True):
     """Where a model goes wrong."""
 
-    outcome: Outcome = Outcome.PASSED  # failed where an output is wrong
+    outcome: Outcome = Outcome.PASSED  # failed where an output is wrong; see `unverified` for the third
     model: str  # name of the model
     runtime: str
     case: str  # the golden case that was looked into
-    # What is wrong with the whole; None where it is right, and then nothing was looked for
+    # What is wrong with the whole; None where nothing is, and then nothing was looked for
     wrong: str | None = None
+    # Outputs of which a case shows neither that they are right nor that they are wrong, and why
+    unverified: tuple[str, ...] = ()
     attentions: int  # how many attentions can be compared
     last_right: str | None = None  # the last attention that is right, if any is
     first_wrong: str | None = None  # the first that is wrong, if any is
@@ -280,7 +282,8 @@ class Bisection(Struct, frozen=True, kw_only=True):
     changed_weights: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        derive(self, outcome=Outcome.passing(self.wrong is None))
+        is_open = self.wrong is None and bool(self.unverified)
+        derive(self, outcome=Outcome.NOT_VERIFIED if is_open else Outcome.passing(self.wrong is None))
 
 
 def bisect(
@@ -340,7 +343,7 @@ def bisect_bundle(
     count, case = len(search.values), search.case.name
     found = Bisection(model=name, runtime=runtime, case=case, attentions=count, runs=search.runs)
     if whole is None:
-        return found
+        return structs.replace(found, unverified=tuple(search.unverified))
     reference = reference_of(search.case)
     last_right, first = search.attentions(reference, whole)
     bad = search.inside(whole.output) if first is None else search.values[first.name]
@@ -418,6 +421,7 @@ class _FaultSearch:
         self.graph_name = "" if graph is None else graph.name
         self.names = names
         self.fit: Fit | None = None  # of another graph, once it was opened
+        self.unverified = list[str]()  # outputs that are neither right nor wrong
         entry = bundle.manifest.layers
         # Of another graph, attentions can be compared that have the same name.
         theirs = {str(value.name) for node in self.model.graph for value in node.outputs}
@@ -453,6 +457,8 @@ class _FaultSearch:
                     continue
                 self.on_step(Step("case", case.name))
                 judged = judge.judge_case(case, runner.run(case.inputs), self.precision)
+                open_ = [each for each in judged if each.outcome is Outcome.NOT_VERIFIED]
+                self.unverified += [f"{case.name}/{each.output}: {each.problem}" for each in open_]
                 if (wrong := next((each for each in judged if each.is_wrong), None)) is not None:
                     if case is not self.case:  # the bundle does not have the attentions of others
                         self.case, self.layers = case, None
