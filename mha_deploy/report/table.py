@@ -21,6 +21,7 @@ from mha_deploy.text import (
     distinct_figures,
     engine_reason_text,
     error,
+    group_by,
     plural,
     point_name,
     reason_and_hint,
@@ -575,10 +576,14 @@ def subjects_table(subjects: Sequence[Data]) -> Table:
     rows: list[RawRow] = []
     for each in subjects:
         renamed = ", ".join(f"{theirs} is {ours}" for theirs, ours in each["names"].items())
-        types = [f"{one['tensor']}: {one['subject']}, not {one['bundle']}" for one in each["converted"]]
-        plan = each["plan"] or {"fusion": "not known", "precision": "not known"}
+        types = [
+            f"{', '.join(one['tensor'] for one in alike)}: {alike[0]['subject']}, not {alike[0]['bundle']}"
+            for alike in group_by(each["converted"], lambda one: (one["subject"], one["bundle"]))
+        ]
+        unknown = NOTHING if each["kind"] == "graph" else "not known"  # kernels are not a graph's
+        plan = each["plan"] or {"fusion": unknown, "precision": unknown}
         hashed = (each["sha256"] or NOTHING)[:12]
-        about = (renamed or NOTHING, ", ".join(types) or NOTHING, plan["fusion"], plan["precision"])
+        about = (renamed or NOTHING, "; ".join(types) or NOTHING, plan["fusion"], plan["precision"])
         why = "; ".join(map(engine_reason_text, plan.get("reasons", ()))) or NOTHING
         rows.append((each["name"], each["kind"], each["runtime"], hashed, *about, why))
     headings = ("judged", "kind", "run by", "+SHA-256", "names", "types", "fusion", "precision", "reason")
