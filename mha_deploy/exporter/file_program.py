@@ -41,6 +41,8 @@ _ROUNDED |= {"Softplus", "LeakyRelu", "FastGelu", "BiasGelu", "Gather", "Dequant
 _SUMS = frozenset({"Add", "Sub", "Sum"})
 _SAME_NUMBERS = frozenset({*MOVES, "Flatten", "Expand", "Slice", "Cast"})
 _SCALED = frozenset({"Mul", "Div"})
+_WITH_FACTORS = frozenset({*NORMS, "BatchNormalization"})
+_WITH_FACTORS |= {"SimplifiedLayerNormalization", "SkipLayerNormalization"}
 _ROUNDING = _MATMULS | _ROUNDED
 _ORDERED = {"TopK": -1, "ArgMax": 0, "ArgMin": 0}  # with the axis by default
 _QUANTIZED = frozenset(QUANTIZERS)  # their scales are in the precision, too
@@ -126,8 +128,8 @@ class FileRounding(RoundingMode):
     def call(self, node: FileNode, run: Compute, inputs: Inputs) -> Any:
         """The outputs of one node."""
         follows = not self._written.isdisjoint(node.inputs)
-        if follows and node.operator in _SCALED:
-            inputs = tuple(self._scalar(node, at, each) for at, each in enumerate(inputs))
+        if self._factor_bits is not None:
+            inputs = self._with_factors(node, inputs, follows=follows)
         outputs = self._compute(node, run, inputs)
         if self._factor_bits is not None and (follows or node.operator in _ROUNDING):
             pairs = zip(node.outputs, outputs, strict=False)
@@ -172,10 +174,35 @@ class FileRounding(RoundingMode):
             return array.wide(self._bits) if is_settled else self.rounded_array(array.wide())
         return node.memory[at, self._bits] if self._is_settled(node, at, array) else self.rounded_array(array)
 
-    def _scalar(self, node: FileNode, at: int, array: Any) -> Any:
-        """A factor that is one constant number, as this sample has it; others as they are."""
-        is_one = at in node.constants and array.size == 1 and array.dtype == np.float64
-        return np.full_like(array, self.factor(array.item())) if is_one else array
+    def _with_factors(self, node: FileNode, inputs: Inputs, *, follows: bool) -> Inputs:
+        """The inputs of a node with its factors as this sample has them.
+
+        They are constants, and computed numbers that scale several others each: a kernel of their own writes
+        them.
+        """
+        if node.operator in _WITH_FACTORS:
+            return tuple(self._constant(node, at, each) if at else each for at, each in enumerate(inputs))
+        if follows and node.operator == "Expand":
+            return (self.rounded_array(inputs[0]), *inputs[1:])
+        if not follows or node.operator not in _SCALED:
+            return inputs
+        most = math.prod(np.broadcast_shapes(*map(np.shape, inputs)))
+
+        def factor(at: int, array: Any) -> Any:
+            if node.inputs[at] in self._written:
+                return self.rounded_array(array) if array.size < most else array
+            return self._constant(node, at, array)
+
+        return tuple(factor(at, each) for at, each in enumerate(inputs))
+
+    def _constant(self, node: FileNode, at: int, array: Any) -> Any:
+        """A factor that is constant, as this sample has it; others as they are."""
+        if at not in node.constants or array is not node.constants[at] or array.dtype != np.float64:
+            return array
+        key = ("factor", at, self._factor_bits)
+        if key not in node.memory:
+            node.memory[key] = self.factor(array)
+        return node.memory[key]
 
     def _is_settled(self, node: FileNode, at: int, array: Any) -> bool:
         """Whether an operand is a constant that is the same in all samples."""

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from functools import lru_cache
 from threading import Lock
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -419,6 +419,7 @@ _SUMS = frozenset(
 )
 _SCALED = frozenset(["mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "divide", "true_divide"])
 _SCALED |= {"div", "div_", "__truediv__", "__itruediv__"}
+_SPREAD = frozenset(["expand", "expand_as", "broadcast_to"])
 _ALONG_LAST = frozenset(["topk", "sort", "argsort", "kthvalue"])  # the axis by default; others: all numbers
 _ORDERED = frozenset(["topk", "argmax", "argmin", "max", "min", "sort", "argsort", "kthvalue", "median"])
 _COMPARED = frozenset(
@@ -534,6 +535,7 @@ class RandomRounding(Float64, RoundingMode):
         # No kernel computes in more than float32: there, what is fused is rounded as well.
         self._everywhere = precision is not None and precision.name == "fp32"
         self._written = WeakTensorKeyDictionary()  # the tensors that come from rounded numbers
+        self._learnt = WeakTensorKeyDictionary()  # those that come from weights alone
         if precision and precision.bytes == 2:
             self.wide = _NARROWER
 
@@ -577,27 +579,41 @@ class RandomRounding(Float64, RoundingMode):
             return func(*args, **kwargs)
         if self._factor_bits is None:
             return self._rounded_call(name, func, args, kwargs)
-        follows = any(self._comes_from_rounded(each) for each in tree_leaves((args, kwargs)))
-        if follows and name in _SCALED:
-            args = tuple(map(self._scalar, args))
+        given = [each for each in tree_leaves((args, kwargs)) if _is_float(each)]
+        follows = any(each in self._written for each in given)
+        if "norm" in name and name in _ROUNDED:
+            args, kwargs = _changed((args, kwargs), self._constant)
+        elif follows and name in _SCALED:
+            shapes = [each.shape for each in args if isinstance(each, Tensor)]
+            most = math.prod(torch.broadcast_shapes(*shapes))
+            args = tuple(self._factor(each, most) for each in args)
+        elif follows and name in _SPREAD:
+            args = (self.rounded(self.upcast(args[0])), *args[1:])
         result = self._rounded_call(name, func, args, kwargs)
-        if follows or name in _ROUNDING:
-            for each in tensors_in(result):
-                if each.is_floating_point():
-                    self._written[each] = True
+        is_written = follows or name in _ROUNDING
+        if is_written or (given and all(map(self._is_learnt, given))):
+            for each in filter(_is_float, tensors_in(result)):
+                (self._written if is_written else self._learnt)[each] = True
         return result
 
-    def _comes_from_rounded(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value in self._written
+    def _is_learnt(self, tensor: Tensor) -> bool:
+        """Whether a tensor is computed from weights alone: it is a constant of the graph."""
+        return isinstance(tensor, torch.nn.Parameter) or tensor in self._learnt
 
-    def _scalar(self, factor: Any) -> Any:
-        """A factor that is one number, as this sample has it; others as they are."""
+    def _factor(self, factor: Any, most: int) -> Any:
+        """A factor of so many numbers, as this sample has it."""
         if isinstance(factor, float):
-            return self.factor(factor)
-        is_one = isinstance(factor, Tensor) and factor.numel() == 1 and factor.is_floating_point()
-        if not is_one or self._comes_from_rounded(factor):
+            return float(self.factor(np.array([factor]))[0])
+        if _is_float(factor) and factor in self._written:  # where a kernel of its own writes it
+            return self.rounded(self.upcast(factor)) if factor.numel() < most else factor
+        return self._constant(factor, of_one=True)
+
+    def _constant(self, factor: Any, *, of_one: bool = False) -> Any:
+        """A factor that is a weight, as this sample has it, or `of_one` number; others as they are."""
+        if not _is_float(factor) or not (self._is_learnt(factor) or (of_one and factor.numel() == 1)):
             return factor
-        return torch.full_like(factor, self.factor(float(factor)), dtype=torch.float64)
+        numbers = self.factor(factor.detach().to("cpu", torch.float64).numpy())
+        return torch.from_numpy(numbers).to(factor.device)
 
     def _rounded_call(self, name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """One call, rounded where kernels round."""
@@ -724,6 +740,10 @@ class RandomRounding(Float64, RoundingMode):
             return result
         self.changed = True
         return otherwise
+
+
+def _is_float(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _sums_tensors(args: Any, result: Any) -> bool:

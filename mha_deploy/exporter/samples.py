@@ -39,8 +39,9 @@ class RoundingMode:
         self._bits = precision.significand_bits if precision else None
         self._accumulated = accumulation_roundoff(precision)
         self._seed, self._changes, self._sign = seed, changes, sign
-        # A factor that the precision does not have is rounded once, for all numbers alike: their mean is off.
-        # Some runtimes keep it in float32, so every other sample has it as it is.
+        # A factor that the precision does not have is rounded once for all numbers that it scales, and their
+        # mean is off: a constant, the weight of a norm, or the length that a vector is divided by. Some
+        # runtimes keep it in float32, so every other sample has it as it is.
         self._factor_bits = self._bits if seed % 2 == 0 else None
         self.decisions: Operands = []
         self.changed = False  # whether a decision was taken otherwise
@@ -65,12 +66,12 @@ class RoundingMode:
             return array
         return rounded(array, self._bits, self._seed)
 
-    def factor(self, number: float) -> float:
-        """A factor of what was rounded, as this sample has it."""
+    def factor(self, numbers: np.ndarray) -> np.ndarray:
+        """Constant factors of what was rounded, in FP64, as this sample has them."""
         if self._factor_bits is None:
-            return number
-        near = float(nearest(np.array([number], np.float64), self._factor_bits)[0])
-        return near if abs(near) <= _FLOAT32_MAX else number  # the lowest number, which hides keys
+            return numbers
+        near = nearest(numbers, self._factor_bits)
+        return np.where(np.abs(near) <= _FLOAT32_MAX, near, numbers)  # the lowest number, which hides keys
 
 
 Mode = TypeVar("Mode", bound=RoundingMode)

@@ -522,11 +522,11 @@ def _headline(
     sizes = [gap.text for gap in missing if gap.kind is not Kind.NOT_RUN]
     if len(sizes) > _SHOWN_MISSING:
         # What was requested, and what leaves the verdict open, is named.
-        told = [gap.text for gap in shrunk_gaps(report.bundle.manifest)]
-        told += [gap.text for gap in missing if gap.kind is Kind.ATTENTION_NOT_OBSERVED][:_SHOWN_MISSING]
-        others = len(sizes) - len(told)
-        items = [plural(others, "more item" if told else "item")] if others else []
-        parts.append(f"not covered: {', '.join(told + items)}")
+        listed = [gap.text for gap in shrunk_gaps(report.bundle.manifest)]
+        listed += [gap.text for gap in missing if gap.kind is Kind.ATTENTION_NOT_OBSERVED][:_SHOWN_MISSING]
+        others = len(sizes) - len(listed)
+        items = [plural(others, "more item" if listed else "item")] if others else []
+        parts.append(f"not covered: {', '.join(listed + items)}")
     elif sizes:
         parts.append(f"not covered: {', '.join(sizes)}")
         if all(gap.kind is not Kind.ATTENTION_NOT_OBSERVED for gap in missing):  # the note has what to try

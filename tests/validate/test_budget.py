@@ -11,6 +11,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+import torch.nn.functional as F
 from golden_made import made_case, samples_of
 from graph_parity import graph_parity
 from onnx import TensorProto, helper, numpy_helper
@@ -25,6 +26,7 @@ from mha_deploy.judge import judge_case
 from mha_deploy.metrics import budget_from_samples, factor_of, measure
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.rounding import nearest, normal, rounded
+from mha_deploy.status import Outcome
 from mha_deploy.threads import on_one_thread, set_blas_threads
 
 FP16 = PRECISIONS["fp16"]
@@ -826,7 +828,57 @@ def test_a_factor_that_the_precision_does_not_have_may_be_rounded_or_not(make_mo
     # What nothing has rounded, such as a position in float32, has its factor as it is.
     assert run(feeds, make_mode(FP16, 2))["angle"] == pytest.approx(oracle["angle"], rel=1e-6)
     lowest = float(np.finfo(np.float32).min)
-    assert make_mode(FP16, 2).factor(lowest) == lowest  # rounded, it would be infinite in float32
+    assert make_mode(FP16, 2).factor(np.array([lowest])) == lowest  # rounded, it would be infinite in float32
+
+
+NORMED = """<ir_version: 10, opset_import: ["": 23]>
+normed (float[2, 32, 64] x, float[64, 64] w, float[1, 1, 512] one, float[512, 512] wide)
+=> (float[2, 32, 64] y, float[1, 1, 512] z)
+<float[64] weight, int64[1] last = {2}> {
+    normed = LayerNormalization <axis = -1> (x, weight)
+    y = MatMul(normed, w)
+    h = MatMul(one, wide)
+    length = ReduceL2 <keepdims = 1> (h, last)
+    whole = Shape(h)
+    lengths = Expand(length, whole)
+    z = Div(h, lengths)
+}"""
+
+
+def normed_in_torch(weight):
+    def run(feeds, mode):
+        x, w, one, wide = (torch.from_numpy(each) for each in feeds.values())
+        with mode:
+            y = F.layer_norm(x, (64,), torch.nn.Parameter(torch.from_numpy(weight))) @ w
+            results = {"y": y, "z": F.normalize(one @ wide, dim=-1)}
+        return {name: each.detach().double().numpy() for name, each in results.items()}
+
+    return run
+
+
+@pytest.mark.parametrize("make_mode", [FileRounding, RandomRounding])
+def test_one_rounding_may_scale_a_whole_vector(make_mode):
+    """The weight of a norm, of one number that FP16 does not have, and the length of a vector."""
+    dice, weight = np.random.default_rng(1), np.full(64, 1.3, "f")
+    sizes = {"x": (2, 32, 64), "w": (64, 64), "one": (1, 1, 512), "wide": (512, 512)}
+    feeds = {name: dice.standard_normal(size).astype("e").astype("f") for name, size in sizes.items()}
+    model = onnx.parser.parse_model(NORMED)
+    model.graph.initializer.append(numpy_helper.from_array(weight, "weight"))
+    file = FileProgram(ir.from_proto(model))
+    run = file.run if make_mode is FileRounding else normed_in_torch(weight)
+    oracle, baselines, _ = sample_case(make_mode, FP16, lambda mode: run(feeds, mode))
+    case = made_case({"y": oracle["y"], "z": oracle["z"]}, inputs=feeds, baselines=baselines)
+
+    def judged(steps):
+        """Both are right but for so many times what the nearest number of FP16 is away."""
+        factor = 1 + steps * (float(np.float16(1.3)) / 1.3 - 1)
+        length = np.linalg.norm(feeds["one"].astype("d") @ feeds["wide"])
+        other = 1 / (1 + steps * (float(np.float16(length)) / length - 1))
+        got = {"y": (oracle["y"] * factor).astype("e"), "z": (oracle["z"] * other).astype("e")}
+        return [each.outcome for each in judge_case(case, got, FP16)]
+
+    assert judged(0) == judged(1) == [Outcome.PASSED] * 2
+    assert judged(20) == [Outcome.FAILED] * 2
 
 
 def test_parts_along_the_last_axis_have_a_budget_each():
