@@ -152,6 +152,22 @@ def biased_and_filled(q, k, v, mask):
 # -- causal ---------------------------------------------------------------------------------------------
 
 
+class Subsampled(Layer):
+    """Speech: every other frame, of a convolution and of the mask, which hides scores and then weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.front = nn.Conv1d(E, E, 3, stride=2, padding=1)
+
+    def forward(self, x, mask):
+        x, hidden = self.front(x.transpose(1, 2)).transpose(1, 2), mask[:, None, None, ::2] == 0
+        B, S, _ = x.shape
+        q, k, v = self.heads(x)
+        weights = (q @ k.transpose(-1, -2) * D**-0.5).masked_fill(hidden, -1e4).softmax(-1)
+        y = weights.masked_fill(hidden, 0.0) @ v
+        return self.o(y.transpose(1, 2).reshape(B, S, E))
+
+
 class TrilBuffer(Layer):
     fill = float("-inf")
 

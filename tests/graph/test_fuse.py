@@ -75,6 +75,7 @@ CASES = {
     "tril of booleans": Case(spelling(modules.tril_bool), causal=True),
     "positions": Case(spelling(modules.positions), causal=True),
     "window": Case(spelling(modules.window), mask="bool", causal=True),
+    "subsampled, masked twice": Case(modules.Subsampled, "keys", "float"),
     "causal and padding": Case(spelling(modules.causal_and_padding), "keys", "float", causal=True),
     "padding over causal": Case(spelling(modules.padding_over_causal), "keys", "float"),
     "finite causal and padding": Case(spelling(modules.finite_causal_and_padding), "keys", "float"),
@@ -94,9 +95,9 @@ CASES = {
 }
 
 
-# An export takes seconds: one spelling is written by PyTorch's older exporter, all others are for `-m slow`.
+# An export takes seconds: two spellings run always, one by PyTorch's older exporter; all are for `-m slow`.
 QUICK = ("repeat_interleave", "torchscript")
-SPELLINGS = [QUICK]
+SPELLINGS = [QUICK, ("subsampled, masked twice", 20)]
 SPELLINGS += [pytest.param(name, opset, marks=pytest.mark.slow) for name in CASES for opset in OPSETS]
 
 

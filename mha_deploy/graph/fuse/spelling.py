@@ -31,6 +31,7 @@ from mha_deploy.graph.fuse.values import (
     inverse_of,
     is_pointwise,
     product,
+    same_dims,
     scalar_of,
     sizes_of,
 )
@@ -637,12 +638,26 @@ def _beside(scores: ir.Value, sink: ir.Value, like: ir.Value, builder: NodeBuild
     if sizes is None or scores.dtype is None:
         return None
     keys = sizes[-1] + 1 if isinstance(sizes[-1], int) else f"{sizes[-1]} + 1"
-    shape = builder.op("Concat", builder.op("Shape", scores, start=0, end=-1), builder.ints(1), axis=0)
+    lead = builder.op("Shape", _of_same_rows(scores), start=0, end=-1)
+    shape = builder.op("Concat", lead, builder.ints(1), axis=0)
     more = _typed(builder.op("Expand", sink, shape), scores.dtype, [*sizes[:-1], 1])
     both = _typed(builder.op("Concat", scores, more, axis=-1), scores.dtype, [*sizes[:-1], keys])
     weights = _like(builder, both, "Softmax", both, axis=-1)
     bounds = [builder.ints(each) for each in (0, -1, -1)]
     return _like(builder, like, "Slice", weights, *bounds)
+
+
+def _of_same_rows(value: ir.Value) -> ir.Value:
+    """What a value is computed from and has its sizes, but for the last: nothing is computed for a size."""
+    for _ in range(_MAX_DEPTH):
+        node, sizes = value.producer(), sizes_of(value) or [None]
+        given = [] if node is None or node.domain else [each for each in node.inputs if each is not None]
+        alike = (each for each in given if same_dims((sizes_of(each) or [None])[:-1], sizes[:-1]))
+        source = next(alike, None)
+        if source is None or len(sizes) < 2:
+            break
+        value = source
+    return value
 
 
 def _hidden_behind(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
@@ -1604,7 +1619,7 @@ def _padded(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
         return None
     if not _feeds_softmax(output):
         return None
-    shape = builder.op("Shape", scores, start=0, end=-1)
+    shape = builder.op("Shape", _of_same_rows(scores), start=0, end=-1)
     whole = builder.op("Concat", shape, builder.ints(before + after), axis=0)
     beside = builder.op("Expand", builder.constant(fill, scores.dtype), whole)
     beside = _typed(beside, scores.dtype, [*sizes[:-1], before + after])

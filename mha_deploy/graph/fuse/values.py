@@ -389,6 +389,7 @@ def raise_opset(model: ir.Model) -> None:
 Size = int | str | None
 """A number, a product of names and sums such as `4*B*(P + S)`, or None where it is not known."""
 _NAME = re.compile(r"[\w.]+")
+_OWN_NAME = re.compile(rf"{_NAME.pattern}\b(?!\()")
 _WHOLE = r"floor\([^()*]+\)"
 _FACTOR = rf"(?:{_NAME.pattern}|{_WHOLE}|\({_NAME.pattern}(?: \+ {_NAME.pattern})+\))"
 _ATOM = re.compile(rf"{_NAME.pattern}|{_WHOLE}")
@@ -423,12 +424,29 @@ def _plain(size: str | None) -> Size:
     return _PLAIN[size]
 
 
+_SHIFTED = re.compile(r"floor\(((?:[^()]|\([^()]*\))+?) ([+-]) (\d+)/(\d+)\)")
+_MOST_SHIFTED = 8
+
+
 def _simplified(size: str) -> Size:
+    """A size as SymPy writes it, where `(T - 1)//2 + 1` and `(T + 1)//2` are one: `floor(T/2 + 1/2)`."""
     try:
         simple = ir.SymbolicDim(size).simplify().value
+        for _ in range(_MOST_SHIFTED):
+            shifted = None if simple is None else _SHIFTED.sub(_with_fraction, simple)
+            if shifted is None or shifted == simple:
+                break
+            simple = ir.SymbolicDim(shifted).simplify().value
     except (ArithmeticError, AttributeError, SyntaxError, TypeError, ValueError):
         return size
     return size if simple is None else int(simple) if simple.isdecimal() else simple
+
+
+def _with_fraction(floor: re.Match[str]) -> str:
+    """A rounded-down term whose constant is between 0 and 1, and the whole number that this leaves."""
+    term, sign, above, below = floor.groups()
+    whole, rest = divmod(int(f"{sign}{above}"), int(below))
+    return f"(floor({term} + {rest}/{below}) + {whole})" if whole else floor[0]
 
 
 def _split(size: str, sign: str) -> list[str]:
@@ -578,8 +596,8 @@ def own_names(model: ir.Model) -> set[str]:
 
 
 def _names_in(size: Size) -> list[str]:
-    """The names of which a size is made."""
-    return [each for each in _NAME.findall(size) if not each.isdecimal()] if isinstance(size, str) else []
+    """The names of which a size is made; those of functions, such as `floor(…)`, are none."""
+    return [each for each in _OWN_NAME.findall(size) if not each.isdecimal()] if isinstance(size, str) else []
 
 
 def fix_sizes(model: ir.Model) -> dict[ir.Value, ir.Shape]:
