@@ -52,11 +52,12 @@ from mha_deploy.graph.ir import (
     infer_shapes,
     input_at,
     is_op,
+    is_random,
     made_by,
     node_name,
     nodes_behind,
 )
-from mha_deploy.graph.roles import MOVES, RANDOM
+from mha_deploy.graph.roles import MOVES
 from mha_deploy.graph.valid import inline_functions
 from mha_deploy.model.precision import PRECISIONS, find_precision
 from mha_deploy.model.spec import FLOAT, Axes, Axis, Dim, ModelSpec, ModuleSpec, TensorSpec, is_past, size_of
@@ -620,8 +621,10 @@ class OnnxSource(ExportSource):
 def _refuse_random(model: ir.Model) -> None:
     """Refuse a file whose outputs are drawn anew in every call: it has no reference."""
     for node in nodes_behind(model.graph.outputs):
-        if is_op(node, *RANDOM):
+        if is_random(node):
             what, hint = "The file draws random numbers.", "make them an input, or leave the node out"
+            if is_op(node, "Dropout"):
+                what, hint = "The file was exported in training mode.", "model.eval() before the export"
             raise ExportError(what, got=f"{node.op_type} {node_name(node)}", hint=hint)
 
 

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import Dim
 from mha_deploy.errors import DeployError
-from mha_deploy.graph.roles import IN_ORDER, MOVES, ORT_DOMAIN
+from mha_deploy.graph.roles import IN_ORDER, MOVES, ORT_DOMAIN, RANDOM
 
 if TYPE_CHECKING:
     from onnx.reference import ReferenceEvaluator
@@ -194,6 +194,14 @@ def constant_number(value: ir.Value | None) -> float | None:
     """The number of a constant of one element; None for every other value."""
     tensor = constant(value)
     return None if tensor is None or tensor.size != 1 else float(tensor.numpy().reshape(-1)[0])
+
+
+def is_random(node: ir.Node) -> bool:
+    """Whether a node draws numbers anew in every call, as a Dropout does in training mode."""
+    if not is_op(node, "Dropout"):
+        return is_op(node, *RANDOM)
+    training = constant(input_at(node, 2))
+    return training is not None and bool(training.numpy().any()) and constant_number(node.inputs[1]) != 0.0
 
 
 def long_axes(value: ir.Value) -> int:

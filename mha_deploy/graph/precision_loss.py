@@ -20,7 +20,7 @@ import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.errors import DeployError
-from mha_deploy.graph.ir import graphs_in, paused_collections
+from mha_deploy.graph.ir import graphs_in, is_random, paused_collections
 from mha_deploy.graph.mixed_precision import (
     FLOAT,
     FP16_MAX,
@@ -42,7 +42,7 @@ from mha_deploy.graph.mixed_precision import (
     tensor_key,
     write_plan,
 )
-from mha_deploy.graph.roles import LAYOUT, RANDOM
+from mha_deploy.graph.roles import LAYOUT
 from mha_deploy.graph.upcast import with_float64_inside, with_rounded_results
 
 ROUNDING = 2.0**-12
@@ -90,7 +90,7 @@ def plan_by_loss(
         ranges = measure_prepared(run, work, cases)
         planner = Planner(work, ranges, margin)
         plan = planner.plan(wide)
-        if any(node.op_type in RANDOM for node in work.graph.all_nodes()) or not work.graph.outputs:
+        if any(map(is_random, work.graph.all_nodes())) or not work.graph.outputs:
             return plan  # two runs would differ anyway
         measured = _Measured(run, work, cases, limit)
         if not measured.limits:

@@ -473,11 +473,25 @@ def test_what_float32_loses_in_sums_with_a_constant_is_no_mistake(tmp_path):
     assert md.validate(bundle, runtimes=["ort-cpu"]).outcome != "failed"
 
 
-def test_a_file_that_draws_numbers_is_refused(tmp_path):
-    path = around("noise = RandomNormalLike (x) y = Add (x, noise)", 17, tmp_path / "random.onnx")
+RANDOM = {
+    "RandomNormalLike": "noise = RandomNormalLike (x) y = Add (x, noise)",
+    "Dropout": "share = Constant <value_float = 0.1> () on = Constant <value = bool {1}> () "
+    "y = Dropout (x, share, on)",
+}
+
+
+@pytest.mark.parametrize("operator", RANDOM)
+def test_a_file_that_draws_numbers_is_refused(tmp_path, operator):
+    path = around(RANDOM[operator], 17, tmp_path / "random.onnx")
     with pytest.raises(ExportError) as refusal:
         md.import_onnx(path, tmp_path / "bundle")
-    assert "RandomNormalLike" in refusal.value.got
+    assert operator in refusal.value.got
+
+
+def test_dropout_that_is_off_draws_nothing(tmp_path):
+    path = around(RANDOM["Dropout"].replace("{1}", "{0}"), 17, tmp_path / "off.onnx")
+    bundle = md.import_onnx(path, tmp_path / "bundle", axes={"S": "2:6:8"}, golden=["opt"])
+    assert len(bundle.manifest.attention) == 1
 
 
 AGREE = {
