@@ -96,7 +96,7 @@ def test_a_graph_in_fp32_throughout_is_not_what_was_requested() -> None:
     assert precision_verdict([matmul("mm", "fp32")], "fp16", {"mm": written("fp32")}).status == "mixed"
 
 
-@pytest.mark.parametrize("layer_type", ["correlation", "corrltn", "CaskConvolution"])
+@pytest.mark.parametrize("layer_type", ["correlation", "corrltn", "CaskConvolution", "deconv"])
 def test_a_convolution_is_a_matmul(layer_type) -> None:
     assert precision_verdict([matmul("patches", layer_type=layer_type)], "fp16").has_requested_types
     verdict = precision_verdict([matmul("patches", "fp32", layer_type=layer_type)], "fp16")

@@ -57,8 +57,8 @@ _GEMM = re.compile(
     r"|tensorop_[a-z]\d+|(?<![a-z])b?mm(?![a-z])",
     re.IGNORECASE,
 )
-_CONVOLUTION = re.compile(r"convolution|correlation|corrltn", re.IGNORECASE)
-_CONVOLUTION_TACTIC = re.compile(r"fprop|winograd|cudnn_|conv(?!ert)", re.IGNORECASE)
+_CONVOLUTION = re.compile(r"convolution|correlation|corrltn|deconv", re.IGNORECASE)
+_CONVOLUTION_TACTIC = re.compile(r"fprop|dgrad|winograd|cudnn_|conv(?!ert)", re.IGNORECASE)
 # Words of their own: `fc` is also in the middle of `ErfCast`.
 _GENERATED_MATMUL = re.compile(
     r"^__(my[le]_(\w*?[_\d])?)?(fc|corr|matmul|gemm|gemv|dot(?![a-z]))", re.IGNORECASE
