@@ -8,6 +8,8 @@ import pytest
 from hand_graphs import B, D, H, Hand, S, check_same, fused, random_feeds, run
 from onnx import TensorProto
 
+import mha_deploy as md
+
 LOWER = np.tri(S, dtype=bool)
 FLOAT, HALF, DOUBLE, BFLOAT = (
     TensorProto.FLOAT,
@@ -676,3 +678,36 @@ def test_weights_that_are_masked_once_more_where_positions_are_added():
     weights = g.op("Softmax", g.op("Where", mask, scores, lowest))
     y = g.op("MatMul", g.op("Where", mask, weights, g.const(0.0)), "v")
     assert len(check_same(g.model(y)).fused) == 1
+
+
+# -- a mask of constants, whose sizes the graph computes --------------------------------------------
+
+TABLE = """<ir_version: 10, opset_import: ["" : 18]>
+table (float[B,2,4,8] q, float[B,2,4,8] k, float[B,2,4,8] v) => (float[B,2,4,8] y)
+<int64 two = {2}, int64[1] zero = {0}, int64[1] heads = {2}> {
+    sizes = Shape (q)
+    length = Gather (sizes, two)
+    length_1d = Unsqueeze (length, zero)
+    shape = Concat <axis = 0> (length_1d, length_1d, heads)
+    places = Reshape (rows, shape)
+    bias = Transpose <perm = [2, 0, 1]> (places)
+    kt = Transpose <perm = [0, 1, 3, 2]> (k)
+    scores = MatMul (q, kt)
+    biased = Add (scores, bias)
+    weights = Softmax <axis = -1> (biased)
+    y = MatMul (weights, v)
+}"""
+
+
+@pytest.mark.parametrize("length", [4, "S"])
+def test_a_table_that_is_laid_out_by_fixed_sizes_is_a_constant(length):
+    model = onnx.parser.parse_model(TABLE.replace(",4,8]", f",{length},8]"))
+    rows = np.random.default_rng(0).standard_normal((16, 2)).astype("f")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(rows, "rows"))
+    new, report = md.fuse(model)
+    assert report.complete
+    (node,) = (node for node in new.graph.node if node.op_type == "Attention")
+    constants = {each.name: onnx.numpy_helper.to_array(each) for each in new.graph.initializer}
+    assert (node.input[3] in constants) is (length == 4)
+    if length == 4:
+        np.testing.assert_array_equal(constants[node.input[3]][0], rows.reshape(4, 4, 2).transpose(2, 0, 1))

@@ -170,6 +170,7 @@ def fuse_attention(
             return work, fusion.report
         values.raise_opset(work)
         inferred.append(values.infer_sizes(work, only_missing=True))
+        write.fold_masks(work)
         for value, own_shape, shape in zip(work.graph.outputs, named, stated_results, strict=True):
             value.shape = own_shape if own_shape is not None else shape if fixed else value.shape
         for value, shape in before.items():

@@ -14,10 +14,9 @@ import operator
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from mha_deploy.graph.fuse.mask_pattern import WEAKEST_FILL, Axes, is_not_negative, same_condition, same_value
@@ -27,6 +26,7 @@ from mha_deploy.graph.fuse.values import (
     NotFused,
     array_of,
     equation_of,
+    folded,
     holds,
     inverse_of,
     is_pointwise,
@@ -41,7 +41,6 @@ from mha_deploy.graph.ir import (
     constant,
     constant_ints,
     graph_of_node,
-    inner_graphs,
     input_at,
     is_op,
     made_by,
@@ -50,7 +49,6 @@ from mha_deploy.graph.ir import (
     part_of,
     perm,
     rank,
-    reference_evaluator,
 )
 from mha_deploy.graph.roles import IN_ORDER, MOVES
 
@@ -58,7 +56,6 @@ _MAX_DEPTH = 12  # of the nodes that a mask of zeros and ones is read through
 _MOST_IN_CHUNKS = 256  # nodes that add up the chunks of a softmax
 _MOST_BETWEEN = 64  # nodes that are searched for other masks
 _NO_SCORE = 1e30
-_MOST_FOLDED, _FOLDED_OPSET = 32, 18
 _LAYOUT = (*MOVES, "Expand", "Slice", "Gather", "Tile")
 
 
@@ -1572,31 +1569,8 @@ def _einsum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
 
 def _folded_ints(value: ir.Value | None) -> list[int] | None:
     """The integers that follow from constants alone, as TorchScript's exporter computes the sizes of pads."""
-    nodes = list(itertools.islice(nodes_behind([value]), _MOST_FOLDED + 1))
-    if value is None or len(nodes) > _MOST_FOLDED or any(node.domain or inner_graphs(node) for node in nodes):
-        return None
-    given = {each for node in nodes for each in node.inputs if each is not None and each.producer() is None}
-    tensors = {str(each.name): constant(each) for each in given}
-    if any(each is None for each in tensors.values()):
-        return None
-    graph = onnx.GraphProto(name="constants", output=[onnx.ValueInfoProto(name=str(value.name))])
-    graph.initializer.extend(
-        onnx.numpy_helper.from_array(each.numpy(), name) for name, each in tensors.items() if each is not None
-    )
-    made, pending = set(tensors), nodes
-    while pending:  # the nodes behind a value come in any order
-        ready = [node for node in pending if made.issuperset(str(each.name) for each in node.inputs if each)]
-        if not ready:
-            return None
-        graph.node.extend(ir.to_proto(node) for node in ready)
-        made.update(str(each.name) for node in ready for each in node.outputs)
-        pending = [node for node in pending if node not in ready]
-    opsets = [onnx.helper.make_opsetid("", _FOLDED_OPSET)]
-    try:
-        found = reference_evaluator(onnx.helper.make_model(graph, opset_imports=opsets)).run(None, {})
-    except (KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):  # as the evaluator has it
-        return None
-    return [int(each) for each in np.ravel(cast("list[np.ndarray]", found)[0])]
+    found = folded(value)
+    return None if found is None else [int(each) for each in np.ravel(found)]
 
 
 def _padded(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:

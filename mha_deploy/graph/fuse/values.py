@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import numpy as np
 import onnx
@@ -45,6 +45,7 @@ from mha_deploy.graph.ir import (
     nodes_in,
     perm,
     rank,
+    reference_evaluator,
     same_size,
     with_weights_of,
 )
@@ -123,6 +124,44 @@ def array_of(value: ir.Value | None) -> np.ndarray | None:
     """The numbers of a constant; None for anything that is computed or given."""
     tensor = constant(value)
     return None if tensor is None else tensor.numpy()
+
+
+_MOST_FOLDED, _FOLDED_OPSET = 64, 18
+
+
+def folded(
+    value: ir.Value | None,
+    known: Mapping[ir.Value, np.ndarray] = MappingProxyType({}),
+    opset: int = _FOLDED_OPSET,
+) -> np.ndarray | None:
+    """The numbers of a value that follow from constants, and from known ones, alone; None for any other."""
+    behind = nodes_behind([value], lambda node: [each for each in node.inputs if each not in known])
+    nodes = list(itertools.islice(behind, _MOST_FOLDED + 1))
+    if value is None or len(nodes) > _MOST_FOLDED or any(each.domain or inner_graphs(each) for each in nodes):
+        return None
+    made = {each for node in nodes for each in node.outputs}
+    given = {each for node in nodes for each in node.inputs if each is not None and each not in made}
+    tensors = {str(each.name): known[each] if each in known else array_of(each) for each in given}
+    if any(each is None for each in tensors.values()):
+        return None
+    graph = onnx.GraphProto(name="constants", output=[onnx.ValueInfoProto(name=str(value.name))])
+    graph.initializer.extend(
+        onnx.numpy_helper.from_array(each, name) for name, each in tensors.items() if each is not None
+    )
+    there, pending = set(tensors), nodes
+    while pending:  # the nodes behind a value come in any order
+        ready = [node for node in pending if there.issuperset(str(each.name) for each in node.inputs if each)]
+        if not ready:
+            return None
+        graph.node.extend(ir.to_proto(node) for node in ready)
+        there.update(str(each.name) for node in ready for each in node.outputs)
+        pending = [node for node in pending if node not in ready]
+    opsets = [onnx.helper.make_opsetid("", opset)]
+    try:
+        found = reference_evaluator(onnx.helper.make_model(graph, opset_imports=opsets)).run(None, {})
+    except (KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):  # as the evaluator has it
+        return None
+    return np.asarray(cast("list[np.ndarray]", found)[0])
 
 
 def scalar_of(value: ir.Value | None) -> float | None:
@@ -687,6 +726,20 @@ def infer_sizes(model: ir.Model, *, only_missing: bool = False) -> Inferred:
     return Inferred(following.entered, bool(following.named), likely)
 
 
+def known_numbers(model: ir.Model) -> dict[ir.Value, np.ndarray]:
+    """Small integer tensors whose numbers follow from fixed sizes, such as `Shape(x)[1]` of [B, 16]."""
+    walk = _Walk(model, None)
+    walk.follow(model.graph)
+    found = dict[ir.Value, np.ndarray]()
+    for value, numbers in walk.contents.items():
+        shape = sizes_of(value) or []
+        plain = all(isinstance(each, int) for each in (*shape, *numbers)) and value.producer() is not None
+        if plain and value.dtype is not None and math.prod(map(int, shape)) == len(numbers):  # type: ignore[arg-type]
+            array = np.array(numbers, value.dtype.numpy())
+            found[value] = array.reshape([int(each) for each in shape])  # type: ignore[arg-type]
+    return found
+
+
 def likely_size(size: Size, likely: Mapping[Size, Size]) -> Size:
     """A size with what its parts are where nothing is broadcast; see `Inferred`."""
     if not isinstance(size, str) or OF_RUN not in size:
@@ -785,7 +838,7 @@ class _Walk:
     """The contents of small integer tensors so far."""
 
     def __init__(self, model: ir.Model, wanted: set[ir.Value] | None) -> None:
-        self._opsets, self._contents = model.opset_imports, dict[ir.Value, list[Size]]()
+        self._opsets, self.contents = model.opset_imports, dict[ir.Value, list[Size]]()
         self._ratios = dict[ir.Value | None, list[_Ratio]]()
         self._wanted = wanted  # the results whose nodes are visited; None for all
         self.entered = list[ir.Value]()  # inputs of loops that were given a shape
@@ -846,7 +899,7 @@ class _Walk:
             sizes = wanted
             for each, shape in (*dict.fromkeys(carried).items(), *stated):
                 each.shape = shape
-                self._contents.pop(each, None)
+                self.contents.pop(each, None)
         else:
             return
         self.entered += carried
@@ -870,7 +923,7 @@ class _Walk:
         if output.dtype in (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL):
             content = self._content_after(node)
             if content is not None and len(content) <= _MAX_CONTENT:
-                self._contents[output] = content
+                self.contents[output] = content
         elif node.op_type in _RATIO_OPS and (ratios := self._ratios_after(node)) is not None:
             self._ratios[output] = ratios
         if all(map(self._is_complete, node.outputs)):
@@ -916,8 +969,8 @@ class _Walk:
 
     def content(self, value: ir.Value | None) -> list[Size] | None:
         """The numbers of a small integer tensor."""
-        if value is None or value in self._contents:
-            return None if value is None else self._contents[value]
+        if value is None or value in self.contents:
+            return None if value is None else self.contents[value]
         if value.dtype not in (ir.DataType.INT64, ir.DataType.INT32) or value.shape is None:
             return None
         if any(not isinstance(each, int) or each > _MAX_CONTENT for each in value.shape):
@@ -963,7 +1016,7 @@ class _Walk:
         """The quotients of sizes that a small tensor of floats holds, as exporters divide and round them."""
         first, *others = node.inputs
         if is_op(node, "Cast"):
-            sizes = self._contents.get(first) if first is not None else None
+            sizes = self.contents.get(first) if first is not None else None
             return None if sizes is None or None in sizes else [_Ratio(each, 1) for each in sizes]
         if is_op(node, "Mul") and others[0] in self._ratios:
             first, others = others[0], [first]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from mha_deploy.graph.attention_node import MASK, NONPAD_KV_SEQLEN, PAST_KEY, AttentionNode, read_attention
 from mha_deploy.graph.fuse.mask_pattern import (
@@ -25,7 +27,7 @@ from mha_deploy.graph.fuse.mask_pattern import (
     spans,
 )
 from mha_deploy.graph.fuse.pattern import Operand, Pattern, Sink, unwrap
-from mha_deploy.graph.fuse.values import NotFused, Size, sizes_of
+from mha_deploy.graph.fuse.values import NotFused, Size, folded, known_numbers, sizes_of
 from mha_deploy.graph.fuse.verify import Boundary, mask_stops
 from mha_deploy.graph.ir import (
     NodeBuilder,
@@ -35,11 +37,16 @@ from mha_deploy.graph.ir import (
     input_at,
     is_op,
     made_by,
+    new_initializer,
+    nodes_behind,
+    prefix_within,
+    prefixes_in,
     replace_node,
     replace_value,
     same_size,
 )
 
+_MOST_IN_MASK = 2**22  # numbers of a mask that becomes a constant
 _WEIGHTS = 3  # qk_matmul_output_mode: the result of the softmax
 
 
@@ -408,3 +415,37 @@ def share_tied_weights(model: ir.Model) -> None:
             copy.replace_all_uses_with(new)
             graph.insert_before(graph[0], node)
             del graph.initializers[str(copy.name)]
+
+
+# -- Masks that follow from constants ---------------------------------------------------------------
+
+
+def fold_masks(model: ir.Model) -> bool:
+    """Make masks constants that follow from constants and from known sizes; whether there were any.
+
+    TorchScript's exporter computes the sizes of a table of relative positions from those of an input, and
+    TensorRT-RTX has no fused kernel for a mask that is computed, though from constants alone.
+    """
+    masks = [input_at(node, MASK) for node in model.graph if is_op(node, "Attention")]
+    made = [each for each in dict.fromkeys(masks) if each is not None and _is_fixed(each)]
+    known, opset = known_numbers(model) if made else {}, model.opset_imports.get("", 0)
+    changed = False
+    for mask in made:
+        if (numbers := folded(mask, known, opset)) is not None:
+            name = f"{prefix_within(str(mask.name), prefixes_in(model))}/folded"
+            replace_value(mask, new_initializer(model.graph, name, numbers, mask.dtype))
+            changed = True
+    if changed:
+        RemoveUnusedNodesPass()(model)
+    return changed
+
+
+def _is_fixed(mask: ir.Value) -> bool:
+    """Whether a mask of known sizes is computed, and from no input but for sizes."""
+    sizes, node = sizes_of(mask) or [None], mask.producer()
+    if node is None or is_op(node, "Constant") or not all(isinstance(each, int) for each in sizes):
+        return False
+    behind = list(nodes_behind([mask], lambda node: () if is_op(node, "Shape") else node.inputs))
+    given = {each for node in behind if not is_op(node, "Shape") for each in node.inputs if each is not None}
+    is_small = math.prod(map(int, sizes)) <= _MOST_IN_MASK  # type: ignore[arg-type]
+    return is_small and all(each.producer() is not None or constant(each) is not None for each in given)
