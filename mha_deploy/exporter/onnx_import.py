@@ -400,15 +400,15 @@ class OnnxSource(ExportSource):
         # A length is that of another, or of a weight, rather than the batch.
         alike = [pair for pair in pairs if (pair[0] in batches) == (pair[1] in batches)]
         tried += ({name: other} for name, other in alike)
-        tried += ({name: number} for name in own for number in numbers)
-        tried += ({name: other} for name, other in pairs if (name, other) not in alike)
         lengths = [name for name in own if self.axes[name] != _BATCH]
-        # All tokens are those in the cache and the new ones.
+        # All tokens are those in the cache and the new ones. A number may only happen to be long enough.
         tried += (
             {name: f"{first}+{second}"}
             for name in lengths
             for first, second in combinations([each for each in self.axes if each not in (name, *batches)], 2)
         )
+        tried += ({name: number} for name in own for number in numbers)
+        tried += ({name: other} for name, other in pairs if (name, other) not in alike)
         if len(lengths) > 2:
             tried.append(dict.fromkeys(lengths[1:], lengths[0]))
         for ties in tried:

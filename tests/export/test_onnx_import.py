@@ -514,6 +514,29 @@ def test_sizes_that_must_agree_are_found(name, tmp_path):
     assert {tensor.name: tensor.dims for tensor in bundle.manifest.spec.inputs}[of] == wanted
 
 
+LONG_ENOUGH = """<ir_version: 8, opset_import: ["" : 18]>
+g (float[B,S,16] x, float[B,P,16] past, float[B,1,M] m) => (float[B,S,16] z)
+<float[200] table, int64 one = {1}, int64[1] zero = {0}, int64[1] two = {2}> {
+    keys = Concat <axis = 1> (past, x) kt = Transpose <perm = [0, 2, 1]> (keys) s = MatMul (x, kt)
+    sizes = Shape (keys) count = Gather (sizes, one) columns = Unsqueeze (count, zero)
+    last = Sub (columns, one) column = Gather <axis = 2> (m, last) cut = Slice (m, zero, columns, two)
+    masked = Add (s, cut) p = Softmax <axis = -1> (masked) y = MatMul (p, keys)
+    first = Gather (table, zero) far = Mul (first, column) z = Add (y, far)
+}"""
+
+
+def test_a_mask_of_all_tokens_has_their_number_though_a_longer_one_would_do(tmp_path):
+    """A weight of the file is longer than the past and the new tokens: it has nothing to do with the mask."""
+    model = onnx.parser.parse_model(LONG_ENOUGH)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(200, "f"), "table"))
+    onnx.save(model, tmp_path / "past.onnx")
+    axes = {"S": "1:4:16", "P": "0:4:16"}
+    options = {"axes": axes, "golden": ["odd"], "precision": "fp32"}
+    bundle = md.import_onnx(tmp_path / "past.onnx", tmp_path / "bundle", **options)
+    dims = {tensor.name: tensor.dims for tensor in bundle.manifest.spec.inputs}
+    assert dims["m"][2] in ("S+P", "P+S")
+
+
 def test_numbers_that_float32_has_no_result_for_are_drawn_smaller(tmp_path):
     """A sigmoid that is 0 in ONNX Runtime has no logarithm there, and one in FP64."""
     text = """<ir_version: 8, opset_import: ["" : 18]> g (float[B,S,16] x) => (float[B,S,16] y)
