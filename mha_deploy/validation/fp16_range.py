@@ -17,7 +17,7 @@ from mha_deploy.bundle.folder import Bundle
 from mha_deploy.errors import DeployError
 from mha_deploy.graph import attention_node
 from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.ir import constant, is_op
+from mha_deploy.graph.ir import constant, input_at, is_op, made_by
 from mha_deploy.graph.mixed_precision import (
     FP16_MAX,
     Read,
@@ -33,8 +33,9 @@ from mha_deploy.status import Word, means
 
 # -- Measure the numbers that a kernel meets inside an attention, from Q, K, V and the mask --------
 
-# Any lower number in a mask hides keys; biases such as ALiBi's reach some thousands.
-_SURELY_A_SENTINEL = -1e4
+# Any lower number in a mask hides keys; biases such as ALiBi's reach some thousands. The usual -1e4 is this
+# number in BF16, and one key that `fuse` adds in the place of n with -1e4 has a lower one: -1e4 + log n.
+_SURELY_A_SENTINEL = -9984.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +117,10 @@ class Meter:
             raise DeployError(what, got=node.name, hint=hint)
         self.figures = Figures(tensors={"Q": 0.0, "K": 0.0, "V": 0.0}, scale=node.softmax_scale)
         # A Cast may have made -inf of a constant before it reaches the mask.
-        lowest = lowest_constant(self.inputs.get("mask"))
-        self._mask_numbers = [lowest] if lowest is not None and lowest <= _SURELY_A_SENTINEL else []
-        self.writes_sentinel = bool(self._mask_numbers)  # an export in FP16 would write another number
+        lowest = _sentinel_behind(self.inputs.get("mask"))
+        self._mask_numbers = [] if lowest is None else [lowest]
+        # An export in FP16 would write another number.
+        self.writes_sentinel = _sentinel_behind(self.inputs.get("mask"), replacing=True) is not None
 
     def see(self, case: str, read: Read) -> None:
         """Measure one case, by what reads the inputs of the attention."""
@@ -183,11 +185,12 @@ class Meter:
         return scores if cap <= 0 else cap * np.tanh(scores / cap)
 
 
-def lowest_constant(value: ir.Value | None) -> float | None:
+def lowest_constant(value: ir.Value | None, *, replacing: bool = False) -> float | None:
     """The lowest finite number that the floating-point constants behind a value can give it.
 
     What only decides, as the condition of a `Where` or an operand of a comparison, gives it none, and what
-    `Max` or `Clip` bounds by a constant is not lower than that.
+    `Max` or `Clip` bounds by a constant is not lower than that. A number in the place of another that hides
+    keys counts only if `replacing`: by itself it gives none, since the tensor may never hold the other.
     """
     lowest, seen, waiting = math.inf, set[tuple[ir.Value, float]](), [(value, -math.inf)]
     while waiting:
@@ -201,11 +204,26 @@ def lowest_constant(value: ir.Value | None) -> float | None:
                 lowest = float(array.min(initial=lowest, where=np.isfinite(array)))
         elif (node := each.producer()) is not None:
             inputs = node.inputs[1:] if is_op(node, "Where") else node.inputs
+            inputs = inputs if replacing or not _replaces_sentinel(node) else node.inputs[2:]
             bounds = inputs if is_op(node, "Max") else inputs[1:2] if is_op(node, "Clip") else ()
             known = [tensor for tensor in map(constant, bounds) if tensor is not None and tensor.size == 1]
             bound = max(bound, *(float(tensor.numpy().item()) for tensor in known), -math.inf)
             waiting += [(source, bound) for source in inputs]
     return lowest if lowest < math.inf else None
+
+
+def _sentinel_behind(mask: ir.Value | None, *, replacing: bool = False) -> float | None:
+    """The same, if it is so low that it surely hides keys."""
+    lowest = lowest_constant(mask, replacing=replacing)
+    return lowest if lowest is not None and lowest <= _SURELY_A_SENTINEL else None
+
+
+def _replaces_sentinel(node: ir.Node) -> bool:
+    """Whether a node puts a number where a tensor has another that hides keys: `fuse` writes that."""
+    test = made_by(input_at(node, 0), "Equal") if is_op(node, "Where") else None
+    if test is None or node.inputs[2] not in test.inputs:
+        return False
+    return any(_sentinel_behind(each) is not None for each in test.inputs if constant(each) is not None)
 
 
 def _larger(

@@ -4,11 +4,16 @@ import pkgutil
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from hand_graphs import B, D, H, Hand, S, check_same, fused, random_feeds, run
 from onnx import TensorProto
 
 import mha_deploy as md
+from mha_deploy.graph.ir import is_op
+from mha_deploy.graph.mixed_precision import plan_precision
+from mha_deploy.graph.roles import TO_BOOLEAN
+from mha_deploy.runtime import measure_ranges
 
 LOWER = np.tri(S, dtype=bool)
 FLOAT, HALF, DOUBLE, BFLOAT = (
@@ -711,3 +716,83 @@ def test_a_table_that_is_laid_out_by_fixed_sizes_is_a_constant(length):
     assert (node.input[3] in constants) is (length == 4)
     if length == 4:
         np.testing.assert_array_equal(constants[node.input[3]][0], rows.reshape(4, 4, 2).transpose(2, 0, 1))
+
+
+def by_einsum(g):
+    return g.op("Einsum", "q", g.const(draw(S, D)), equation="bhsd,td->bhst")
+
+
+def by_matmul(g):
+    return g.op("Mul", g.op("MatMul", "q", g.const(draw(D, S))), g.const(0.5))
+
+
+def draw(*shape):
+    return np.random.default_rng(1).standard_normal(shape)
+
+
+@pytest.mark.parametrize("second", [None, by_einsum], ids=["one", "two"])
+def test_biases_by_matmuls_are_no_masks(second):
+    """Relative positions by rows and by columns, as in SAM: no number in them hides a key."""
+    g = Hand()
+    terms = [by_matmul, *([second] if second else [])]
+    scores = g.scores()
+    for each in terms:
+        scores = g.op("Add", scores, each(g))
+    model = g.model(g.attend(scores))
+    assert len(check_same(model).fused) == 1
+    new = ir.from_proto(fused(model)[0])
+    assert not any(is_op(node, *TO_BOOLEAN, "Where") for node in new.graph)
+    plan = plan_precision(new, measure_ranges(new, {"one": random_feeds(model)}))
+    assert not plan.kept, plan.lines()
+    assert not plan.fully_masked
+
+
+def by_pairs(g):
+    """-∞ but for pairs of two tokens that are both there."""
+    there = g.input("m", (B, 1, S, 1))
+    pairs = g.op("MatMul", there, g.op("Transpose", there, perm=[0, 1, 3, 2]))
+    return g.op("Mul", g.op("Sub", g.const(1.0), pairs), g.const(LOWEST))
+
+
+def by_rows(g):
+    """-∞ in the rows of tokens that are not there, by a matmul with ones."""
+    there = g.op("Greater", g.input("m", (B, 1, S, 1)), g.const(0.5))
+    return g.op("MatMul", g.op("Where", there, g.const(0.0), g.const(LOWEST)), g.const(np.ones((1, S))))
+
+
+def by_gemm(g):
+    """A mask that a Gemm adds to a product."""
+    gone = g.op("Where", g.op("Greater", g.input("m", (S, 1)), g.const(0.5)), g.const(0.0), g.const(LOWEST))
+    return g.op("Gemm", g.const(draw(S, D)), g.const(draw(D, S)), gone)
+
+
+def copied(g):
+    """An input with -∞ in some rows, copied over the keys by a matmul with ones."""
+    return g.op("MatMul", g.input("m", (B, 1, S, 1)), g.const(np.ones((1, S))))
+
+
+def copied_by_einsum(g):
+    return g.op("Einsum", g.input("m", (B, 1, S)), g.const(np.ones(S)), equation="bhs,t->bhst")
+
+
+LOWEST = np.finfo(np.float32).min
+
+
+@pytest.mark.parametrize(
+    ("mask", "numbers"),
+    [
+        *((mask, (1.0, 0.0)) for mask in (by_pairs, by_rows, by_gemm)),
+        *((mask, (0.0, LOWEST)) for mask in (copied, copied_by_einsum)),
+    ],
+)
+def test_a_mask_that_a_matmul_computes_is_a_mask(mask, numbers):
+    """A fully masked query attends to all keys alike, which -inf would not."""
+    g = Hand()
+    model = g.model(g.attend(g.op("Add", g.scores(), mask(g))))
+    new, report = fused(model)
+    assert len(report.fused) == 1
+    feeds = random_feeds(model)
+    there = np.arange(feeds["m"].size).reshape(feeds["m"].shape) % S < 4
+    feeds["m"] = np.where(there, *map(np.float32, numbers))
+    for want, got in zip(run(model, feeds), run(new, feeds), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)

@@ -204,6 +204,20 @@ def test_what_only_decides_does_not_count_and_a_bound_does():
     assert lowest(masked([*nodes[:-1], bounded, nodes[-1]], numbers)) == -3e4
 
 
+@pytest.mark.parametrize(("replaced", "number"), [(-65504.0, None), (0.0, -6e4)])
+def test_a_number_in_the_place_of_one_that_hides_keys_hides_none_by_itself(replaced, number):
+    """In the place of 0 it does, as where a mask of zeros and ones is filled."""
+    nodes = [
+        helper.make_node("MatMul", ["q", "turned"], ["scores"]),
+        helper.make_node("Equal", ["scores", "replaced"], ["is_it"]),
+        helper.make_node("Where", ["is_it", "other", "scores"], ["mask"]),
+    ]
+    turn = helper.make_node("Transpose", ["k"], ["turned"], perm=[0, 1, 3, 2])
+    numbers = [scalar("replaced", replaced, np.float16), scalar("other", -6e4, np.float16)]
+    found = lowest(masked([turn, *nodes], numbers))
+    assert found == (None if number is None else np.float16(number))
+
+
 @pytest.mark.parametrize(
     "attribute",
     [

@@ -7,7 +7,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from bundle_edit import copy_of, edit_arrays, edit_manifest, rehash
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 import mha_deploy as md
 from mha_deploy.bundle import cases as golden
@@ -603,3 +603,50 @@ def test_a_constant_of_the_graph_is_found_behind_its_cast(bundles, tmp_path):
     assert f"the golden cases have {plain.figures.fully_masked:,} of them" in about_mask(found)[0].what
     assert found.figures.score == plain.figures.score
     assert found.figures.fully_masked == plain.figures.fully_masked
+
+
+def doubly_masked(length):
+    """Scores with a bias and -1e4 for masked keys, whose weights are masked once more."""
+    nodes = [
+        helper.make_node(op_type, given.split(), [made], **attributes)
+        for op_type, given, made, attributes in (
+            ("Transpose", "k", "k_t", {"perm": [0, 1, 3, 2]}),
+            ("MatMul", "q k_t", "matmul", {}),
+            ("Add", "matmul bias", "biased", {}),
+            ("Mul", "biased two", "scores", {}),
+            ("Where", "m scores low", "masked", {}),
+            ("Softmax", "masked", "weights", {}),
+            ("Where", "m weights zero", "shown", {}),
+            ("MatMul", "shown v", "y", {}),
+        )
+    ]
+    shapes = dict.fromkeys("qkvy", (2, 2, length, 8)) | {"bias": (2, length, length), "m": (2, 1, 1, length)}
+    kinds = {"m": TensorProto.BOOL}
+    values = {
+        name: helper.make_tensor_value_info(name, kinds.get(name, TensorProto.FLOAT), shape)
+        for name, shape in shapes.items()
+    }
+    numbers = {"two": 2.0, "low": -1e4, "zero": 0.0}
+    constants = [numpy_helper.from_array(np.float32(number), name) for name, number in numbers.items()]
+    y = values.pop("y")
+    graph = helper.make_graph(nodes, "doubly", list(values.values()), [y], constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+
+
+def test_numbers_that_fuse_wrote_are_no_scores(tmp_path):
+    """A bound on the bias, and one key in the place of the masked ones; a large bias is found as before."""
+    length = 80
+    onnx.save(doubly_masked(length), tmp_path / "model.onnx")
+    seen = np.arange(length) < np.array([length, 8]).reshape(2, 1, 1, 1)
+    options = {"precision": "fp16", "golden": ("opt",), "inputs": {"m": seen}}
+    bundle = md.import_onnx(tmp_path / "model.onnx", tmp_path / "b", **options)
+    (node,) = fp16_range(bundle).nodes
+    assert node.status == "ok", node.findings
+
+    def enlarge(arrays):
+        arrays["inputs/bias"] *= 2000
+
+    folder = copy_of(bundle, tmp_path / "large")
+    edit_arrays(folder, enlarge, case="opt")
+    (node,) = fp16_range(open_bundle(folder)).nodes
+    assert RangeKind.SCORE in [each.kind for each in node.findings if each.status != "ok"]

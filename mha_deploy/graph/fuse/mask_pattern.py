@@ -18,6 +18,7 @@ from mha_deploy.graph.fuse.values import (
     Size,
     adds_leading_ones,
     array_of,
+    equation_of,
     holds,
     product,
     same_dims,
@@ -729,20 +730,50 @@ def _is_bounded(value: ir.Value, depth: int) -> bool:
 def is_score(value: ir.Value, depth: int) -> bool:
     """Whether a tensor is a matmul that was only moved and scaled: as large as scores are, and no mask.
 
-    So are sums of such tensors, and what is shifted beside zeros, as relative positions are.
+    So are sums of such tensors, and what is shifted beside zeros, as relative positions are. With a number
+    that could hide keys, before the matmul or behind it, it may be a mask, such as -1e9 · (1 - m·mᵀ).
     """
     node = value.producer()
     if node is None or node.domain != "":
         return False
     if node.op_type in ("MatMul", "Einsum", "Gemm"):
-        return True
+        added = node.inputs[2:] if node.op_type == "Gemm" else ()
+        factors = (node.attributes.get_float(name, 1.0) for name in ("alpha", "beta"))
+        if _is_outer(node) or any(map(_may_hide, node.inputs)) or max(map(abs, factors)) >= _LARGEST_BIAS:
+            return False
+        return all(is_score(each, depth + 1) or _is_bounded(each) for each in added)
     if node.op_type in ("Add", "Sub", "Concat"):
         return all(is_score(each, depth + 1) or _is_bounded(each) for each in node.inputs)
     if node.op_type in ("Mul", "Div"):
-        return scalar_of(node.inputs[1]) is not None and bool(is_score(node.inputs[0], depth + 1))
+        factor = abs(scalar_of(node.inputs[1]) or math.nan)
+        factor = 1.0 / factor if node.op_type == "Div" else factor
+        return factor < _LARGEST_BIAS and bool(is_score(node.inputs[0], depth + 1))
     if node.op_type == "Pad" and input_at(node, 2) is not None and not _is_bounded(node.inputs[2]):
         return False
     return node.op_type in (*_BOUNDED, "GatherElements", "Pad") and bool(is_score(node.inputs[0], depth + 1))
+
+
+def _is_outer(node: ir.Node) -> bool:
+    """Whether a matmul sums nothing up: it copies a tensor that is multiplied by ones, as a mask may be."""
+    if node.op_type == "Einsum":
+        operands, result = equation_of(node)
+        return {*"".join(operands)} <= {*result}
+    axis = -2 if node.attributes.get_int("transA", 0) else -1
+    return (sizes_of(node.inputs[0]) or (None,))[axis:][:1] == [1]
+
+
+@walk
+def _may_hide(value: ir.Value, depth: int) -> bool:
+    """Whether a constant that could hide keys comes into a tensor, as the number of a `Where` may."""
+    array, number = array_of(value), scalar_of(value)
+    if array is not None or number is not None:
+        return not _is_bounded(value)
+    node = value.producer()
+    if node is None or not is_op(node, "Where", "Add", "Sub", "Mul", "Concat", *_BOUNDED):
+        return False
+    parts = node.inputs[1:] if is_op(node, "Where") else node.inputs
+    parts = parts[:1] if is_op(node, *_BOUNDED) else parts
+    return any(_may_hide(each, depth + 1) for each in parts)
 
 
 @walk
@@ -849,7 +880,7 @@ def _above_lowest(bias: ir.Value, term: Bias, builder: NodeBuilder, dtype: ir.Da
     A query with nothing else would be 0 there. Beside a score the two are the same; in float16, beside one
     below 16.
     """
-    if _is_bounded(term.value):
+    if _is_bounded(term.value) or is_score(term.value):
         return bias
     lowest, above = float(dtype.min), _next_to_lowest(dtype)
     node = made_by(bias, "Mul")
