@@ -494,18 +494,19 @@ class _FaultSearch:
             (found,) = _judge_layers(self.layers, {name: got}, self.precision)
             return _wrong_value(found) if found.is_wrong else None
 
-        last_right, first_wrong, untried = None, None, list(self.values.items())
+        last_right, first_wrong, untried = None, None, list(self.values)
+        made = {name: value_named(self.model.graph, value) for name, value in self.values.items()}
         while untried:
-            middle = (len(untried) - 1) // 2
-            name, value = untried[middle]
+            name = untried[(len(untried) - 1) // 2]
             self.on_step(Step("attention", name))
-            got = self.value(value)
-            if got is None:
-                del untried[middle]
-            elif (found := wrong(name, got)) is not None:
-                first_wrong, untried = found, untried[:middle]
-            else:
-                last_right, untried = name, untried[middle + 1 :]
+            untried.remove(name)
+            if (got := self.value(self.values[name])) is None:
+                continue
+            # An encoder comes before a decoder's first attention, which does not read it.
+            behind = {value for node in nodes_behind([made[name]]) for value in node.outputs}
+            is_wrong = (found := wrong(name, got)) is not None
+            first_wrong, last_right = (found, last_right) if is_wrong else (first_wrong, name)
+            untried = [each for each in untried if (made[each] in behind) is is_wrong]
         return last_right, first_wrong
 
     def nodes(

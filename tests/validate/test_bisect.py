@@ -202,6 +202,50 @@ def test_without_permission_for_the_module_no_node_of_a_wrong_graph_is_named(bro
     assert ATTENTIONS[1] in done.out
 
 
+class Attends(nn.Module):
+    def __init__(self, E=32):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(E, E) for _ in range(3))
+
+    def forward(self, x, to):
+        parts = (self.q(x), self.k(to), self.v(to))
+        q, k, v = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in parts)
+        heads = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + heads.transpose(1, 2).flatten(2)
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.own, self.cross, self.last = (Attends() for _ in range(5))
+
+    def forward(self, image, text):
+        image = self.first(image, image)
+        image = self.second(image, image)
+        text = self.cross(self.own(text, text), image)
+        return self.last(text, text)
+
+
+@pytest.mark.parametrize("planted", ["first", "second", "own"])
+def test_what_does_not_read_a_wrong_attention_says_nothing_of_it(branched, tmp_path, planted):
+    """A decoder's own attention comes after the encoder, and is right whatever the encoder is."""
+    path = Path(shutil.copytree(branched.path, tmp_path / "bundle"))
+    model = onnx.load(path / "model.onnx")
+    node = next(node for node in model.graph.node if node.name == planted)
+    node.attribute.append(onnx.helper.make_attribute("scale", 1.0))
+    onnx.save(model, path / "model.onnx")
+    rehash(path)
+    assert md.bisect(path, "ort-cpu").first_wrong == planted
+
+
+@pytest.fixture(scope="module")
+def branched(tmp_path_factory):
+    torch.manual_seed(0)
+    inputs = {name: md.Example(4 * torch.randn(2, 6, 32), "B", "S") for name in ("image", "text")}
+    model = md.Deployable(module=EncoderDecoder(), inputs=inputs, axes={"B": "1:2:4", "S": "1:6:8"})
+    return md.export(model, tmp_path_factory.mktemp("branched") / "bundle", precision="fp16", golden=("opt",))
+
+
 def test_a_runtime_that_is_wrong_where_the_graph_is_right(own_bundles, broken, monkeypatch):
     """A runtime that computes another graph than it is given, as a faulty lowering would."""
     bundle = own_bundles()
