@@ -705,7 +705,7 @@ def bisection_renderable(found: Bisection, *, verbose: bool = False) -> Renderab
             words += "; ".join(found.unverified)
         return Group(head(found.outcome, words), Text(f"{found.model} on {found.runtime}, {runs}"))
     where = f"{found.model} on {found.runtime}, case {found.case}, {runs}, against {found.reference}"
-    lines = [f"wrong output: {found.wrong}"]
+    lines = [f"wrong: {found.wrong}"]
     if found.first_wrong or found.last_right:
         last = f"the last right one is {found.last_right}" if found.last_right else "there is none before it"
         first = found.first_wrong or "none: the fault is after the last attention"

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -339,24 +339,30 @@ def bisect_bundle(
     Where the reference for values inside may be wrong itself, the nodes are left out.
     """
     search, name = _FaultSearch(bundle, open_model, on_step, graph, names), bundle.manifest.spec.name
-    whole = search.whole()
+    wrong = search.whole()
     count, case = len(search.values), search.case.name
     found = Bisection(model=name, runtime=runtime, case=case, attentions=count, runs=search.runs)
-    if whole is None:
-        return structs.replace(found, unverified=tuple(search.unverified))
+    last_right, first = None, None
+    # A runtime of graphs gives out every attention of the same graph; an engine would have to be built again.
+    if wrong is None and graph is None and runtime in RUNNERS:
+        last_right, first = search.hidden()
+        wrong = first
+    if wrong is None:
+        return structs.replace(found, runs=search.runs, unverified=tuple(search.unverified))
     reference = reference_of(search.case)
-    last_right, first = search.attentions(reference, whole)
-    bad = search.inside(whole.output) if first is None else search.values[first.name]
+    if first is None:
+        last_right, first = search.attentions(reference, wrong)
+    bad = search.inside(wrong.name) if first is None else search.values[first.name]
     good = [] if last_right is None else [search.values[last_right]]
     node, unseen = None, list[str]()
     if reference.doubt is None:
-        node, unseen = search.nodes(bad, good, first or _wrong_value(whole), reference.values)
+        node, unseen = search.nodes(bad, good, first or wrong, reference.values)
     weights = WeightSearch() if graph is None else search_weights(search.own, search.model)
     return structs.replace(
         found,
         missing_weights=weights.missing,
         changed_weights=weights.changed,
-        wrong=f"{whole.output}: {whole.problem}",
+        wrong=f"{wrong.name}: {wrong.problem}",
         attentions=len(search.values),
         last_right=last_right,
         first_wrong=first.name if first else None,
@@ -447,7 +453,7 @@ class _FaultSearch:
         """The name of an output in the graph."""
         return output if self.fit is None else self.fit.outputs[output]
 
-    def whole(self) -> OutputVerdict | None:
+    def whole(self) -> _WrongValue | None:
         """The first wrong output of the first case that is wrong, which is then the case of the search."""
         others = (entry for entry in self.bundle.manifest.golden if entry.name != self.case.name)
         with self._open() as runner:
@@ -462,7 +468,7 @@ class _FaultSearch:
                 if (wrong := next((each for each in judged if each.is_wrong), None)) is not None:
                     if case is not self.case:  # the bundle does not have the attentions of others
                         self.case, self.layers = case, None
-                    return wrong
+                    return _wrong_value(wrong)
         return None
 
     def run(self, values: Sequence[str]) -> dict[str, np.ndarray]:
@@ -478,11 +484,25 @@ class _FaultSearch:
         except LoweringError:
             return None
 
+    def hidden(self) -> tuple[str | None, _WrongValue | None]:
+        """The same where every output is right: an attention may be wrong, and no output show it."""
+        if self.layers is None or not self.values:
+            return None, None
+        self.on_step(Step("attention", f"all {len(self.values)}"))
+        got = self.run(list(self.values.values()))
+        by_node = {name: got[value] for name, value in self.values.items()}
+        last_right = None
+        for verdict in _judge_layers(self.layers, by_node, self.precision):
+            if verdict.is_wrong:
+                return last_right, _wrong_value(verdict)
+            last_right = verdict.output
+        return None, None
+
     def attentions(
-        self, reference: TrustedValues, whole: OutputVerdict
+        self, reference: TrustedValues, whole: _WrongValue
     ) -> tuple[str | None, _WrongValue | None]:
         """The last attention that is right, and the first that is wrong."""
-        wanted, limit = dict[str, np.ndarray](), _wrong_value(whole).limit
+        wanted, limit = dict[str, np.ndarray](), whole.limit
         if self.layers is None:  # the values of this case are not in the bundle
             wanted = {} if reference.doubt else dict(reference.values(list(self.values.values())))
             self.values = {name: value for name, value in self.values.items() if value in wanted}
@@ -777,11 +797,26 @@ class TrustedValues(NamedTuple):
 def reference_for(bundle: Bundle, case: GoldenCase, runtime: str, on_step: OnName = silent) -> TrustedValues:
     """The most trusted source of values inside a model, and its name.
 
-    Of a user's module it is its program in FP64, where PyTorch and the factory are here. Otherwise it is the
-    bundle's own graph on a CPU, in another runtime than the one that is doubted. Where that graph is itself
-    wrong on the case, a fault in it is in both, and cannot be found.
+    Of a user's module it is its program in FP64, where PyTorch and the factory are here; values that are not
+    in the program, such as a matmul without its bias, are those of the graph if its outputs are right.
+    Otherwise it is the bundle's own graph on a CPU, in another runtime than the one that is doubted. Where
+    that graph is itself wrong on the case, a fault in it is in both, and cannot be found.
     """
-    unused = None
+    trusted = available_cpu_runtime(bundle.manifest.precision)
+    trusted = _OTHER.get(trusted, trusted) if trusted == runtime else trusted
+    title, unused = f"the graph in {trusted}", None
+
+    def in_graph(names: Sequence[str]) -> Arrays:
+        with open_runner(trusted, with_outputs(load_graph(bundle.model_path), names)) as runner:
+            got = runner.run(case.inputs)
+        return {name: got[name] for name in names}
+
+    @cache
+    def graph_is_wrong() -> bool:
+        with open_runner(trusted, bundle.model_path) as runner:
+            verdicts = judge.judge_case(case, runner.run(case.inputs), bundle.manifest.precision)
+        return any(verdict.is_wrong for verdict in verdicts)
+
     if any(entry.source is Source.PROGRAM for entry in bundle.manifest.golden):
         try:
             refuse_without_factory(bundle.manifest.spec)
@@ -791,21 +826,16 @@ def reference_for(bundle: Bundle, case: GoldenCase, runtime: str, on_step: OnNam
             from mha_deploy.baselines.fresh import ProgramValues
 
             program = ProgramValues(bundle)
-            return TrustedValues(lambda names: program.at(case, names), "the module's program in FP64")
         except DeployError as error:  # the graph must do
             unused = Reason(kind=Kind.MODULE_NOT_USED, got=error.in_one_line, wanted=error.hint)
             on_step(reason_text(unused))
-    trusted = available_cpu_runtime(bundle.manifest.precision)
-    trusted = _OTHER.get(trusted, trusted) if trusted == runtime else trusted
+        else:
 
-    def values(names: Sequence[str]) -> Arrays:
-        with open_runner(trusted, with_outputs(load_graph(bundle.model_path), names)) as runner:
-            got = runner.run(case.inputs)
-        return {name: got[name] for name in names}
+            def values(names: Sequence[str]) -> Arrays:
+                found = program.at(case, names)
+                rest = [name for name in names if name not in found]
+                return {**found, **in_graph(rest)} if rest and not graph_is_wrong() else found
 
-    title, doubt = f"the graph in {trusted}", None
-    with open_runner(trusted, bundle.model_path) as runner:
-        verdicts = judge.judge_case(case, runner.run(case.inputs), bundle.manifest.precision)
-    if any(verdict.is_wrong for verdict in verdicts):
-        doubt = Reason(kind=Kind.REFERENCE_IS_SUBJECT, got=title)
-    return TrustedValues(values, title, doubt, unused)
+            return TrustedValues(values, "the module's program in FP64")
+    doubt = Reason(kind=Kind.REFERENCE_IS_SUBJECT, got=title) if graph_is_wrong() else None
+    return TrustedValues(in_graph, title, doubt, unused)

@@ -104,7 +104,60 @@ def test_a_right_model_has_nothing_to_look_for(own_bundles, program):
     found = bisected(own_bundles(), program)
     assert found.wrong is None
     assert found.first_node is None
-    assert found.runs == 1
+    assert found.runs == 2  # its outputs, and its attentions by themselves
+
+
+class Attends(nn.Module):
+    def __init__(self, E=32):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(E, E) for _ in range(3))
+
+    def forward(self, x, to):
+        parts = (self.q(x), self.k(to), self.v(to))
+        q, k, v = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in parts)
+        heads = nn.functional.scaled_dot_product_attention(q, k, v)
+        return x + heads.transpose(1, 2).flatten(2)
+
+
+def plant(path, name):
+    """Give an attention of a bundle another scale."""
+    model = onnx.load(path / "model.onnx")
+    node = next(node for node in model.graph.node if node.name == name)
+    node.attribute.append(onnx.helper.make_attribute("scale", 1.0))
+    onnx.save(model, path / "model.onnx")
+    rehash(path)
+
+
+def test_what_the_program_does_not_compute_comes_from_a_right_graph(own_bundles, broken, program):
+    """A matmul without its bias is a value of the graph alone: another export has it as well."""
+    graph = load_graph(own_bundles().model_path).graph
+    names = [str(node.outputs[0].name) for node in graph if node.op_type == "MatMul"]
+    assert program.values(names).keys() == set(names)
+    wrong = reference_for(broken(scale_off(ATTENTIONS[0])), case_to_bisect(own_bundles()), "ort-cpu")
+    assert wrong.title == program.title
+    assert wrong.values(names).keys() < set(names)  # a fault of the graph would be in its values, too
+
+
+class Hidden(nn.Module):
+    """An attention of which the output shows next to nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = Attends()
+
+    def forward(self, x):
+        return x + 1e-5 * (self.attention(x, x) - x)
+
+
+def test_an_attention_that_no_output_shows_is_found(tmp_path):
+    x = md.Example(4 * torch.randn(2, 6, 32), "B", "S")
+    model = md.Deployable(module=Hidden(), inputs={"x": x}, axes={"B": "1:2:4", "S": "1:6:8"})
+    path = md.export(model, tmp_path / "bundle", precision="fp16", golden=("opt",)).path
+    assert md.bisect(path, "ort-cpu").outcome == "passed"
+    plant(path, "attention")
+    found = md.bisect(path, "ort-cpu")
+    assert found.outcome == "failed"
+    assert found.first_wrong == "attention"
 
 
 @pytest.mark.sweep(1)
@@ -202,18 +255,6 @@ def test_without_permission_for_the_module_no_node_of_a_wrong_graph_is_named(bro
     assert ATTENTIONS[1] in done.out
 
 
-class Attends(nn.Module):
-    def __init__(self, E=32):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(E, E) for _ in range(3))
-
-    def forward(self, x, to):
-        parts = (self.q(x), self.k(to), self.v(to))
-        q, k, v = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in parts)
-        heads = nn.functional.scaled_dot_product_attention(q, k, v)
-        return x + heads.transpose(1, 2).flatten(2)
-
-
 class EncoderDecoder(nn.Module):
     def __init__(self):
         super().__init__()
@@ -230,11 +271,7 @@ class EncoderDecoder(nn.Module):
 def test_what_does_not_read_a_wrong_attention_says_nothing_of_it(branched, tmp_path, planted):
     """A decoder's own attention comes after the encoder, and is right whatever the encoder is."""
     path = Path(shutil.copytree(branched.path, tmp_path / "bundle"))
-    model = onnx.load(path / "model.onnx")
-    node = next(node for node in model.graph.node if node.name == planted)
-    node.attribute.append(onnx.helper.make_attribute("scale", 1.0))
-    onnx.save(model, path / "model.onnx")
-    rehash(path)
+    plant(path, planted)
     assert md.bisect(path, "ort-cpu").first_wrong == planted
 
 
