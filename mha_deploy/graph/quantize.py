@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph import attention_node as an
 from mha_deploy.graph import plugin_node as plugin
 from mha_deploy.graph.attention_node import is_attention, read_attention, read_quantized
+from mha_deploy.graph.fuse.values import folded
 from mha_deploy.graph.ir import (
     NodeBuilder,
     constant,
@@ -29,11 +31,12 @@ from mha_deploy.graph.ir import (
     made_by,
     name_nodes,
     new_initializer,
+    nodes_behind,
     perm,
     rank,
     weight_behind,
 )
-from mha_deploy.graph.roles import MOVES, QUANTIZERS
+from mha_deploy.graph.roles import CARRIES, MOVES, QUANTIZERS
 from mha_deploy.threads import for_each_part, parts_of
 
 _LEAST_OPSET = 19  # the first with scales in FP16, and with FP8
@@ -269,7 +272,8 @@ def named_nodes(model: ir.Model) -> ir.Model:
 def with_plain_weights(model: ir.Model) -> ir.Model:
     """The same graph, whose GEMMs read weights and not copies of them; changed in place.
 
-    PyTorch's older exporter shares equal weights by `Identity`, and may leave a `Transpose` behind them.
+    PyTorch's older exporter shares equal weights by `Identity`, and may leave a `Transpose` behind them; the
+    newer one splits the packed weight of a cross attention in the graph.
     """
     for node in [node for node in model.graph if is_op(node, "Identity", "Transpose")]:
         source, old = node.inputs[0], node.outputs[0]
@@ -281,6 +285,21 @@ def with_plain_weights(model: ir.Model) -> ir.Model:
             source = new_initializer(model.graph, f"{old.name}/transposed", transposed, tensor.dtype)
         old.replace_all_uses_with(source)
         model.graph.remove(node, safe=True)
+    plain = dict[ir.Value, ir.Value | None]()
+    for node in [node for node in model.graph if is_op(node, "MatMul", "Gemm", "Add")]:
+        for at, value in enumerate(node.inputs):
+            if value is None or constant(value) is not None:
+                continue
+            if value not in plain:
+                moved = all(is_op(each, *CARRIES) for each in nodes_behind([value]))
+                numbers = folded(value) if moved else None
+                name = f"{value.name}/folded"
+                plain[value] = (
+                    None if numbers is None else new_initializer(model.graph, name, numbers, value.dtype)
+                )
+            node.replace_input_with(at, plain[value] or value)
+    if any(each is not None for each in plain.values()):
+        RemoveUnusedNodesPass()(model)
     return model
 
 

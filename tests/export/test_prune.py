@@ -91,6 +91,27 @@ def test_columns_are_found_in_any_layout(tmp_path):
     assert shapes == [(WIDTH - SIZE, WIDTH), *[(WIDTH, WIDTH - SIZE)] * 3]
 
 
+def with_packed_weights(path):
+    """Let the graph take a weight from a packed one, as that of a cross attention in PyTorch."""
+    model = onnx.load(path)
+    own = next(each for each in model.graph.initializer if each.name == "qkv.w")
+    packed = np.concatenate([onnx.numpy_helper.to_array(own)] * 2)
+    model.graph.initializer.remove(own)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(packed, "packed.w"))
+    split = helper.make_node("Split", ["packed.w"], ["qkv.w", "other.w"], "split", axis=0, num_outputs=2)
+    model.graph.node.insert(0, split)
+    onnx.save(model, path)
+    return path
+
+
+def test_a_weight_that_the_graph_takes_from_a_packed_one_is_a_weight(tmp_path):
+    model = with_packed_weights(multihead(tmp_path / "packed.onnx", changed=with_twins()))
+    bundle = md.prune(model, tmp_path / "out", heads="auto", max_loss=1e-4, data=samples(3), **OPTIONS)
+    assert bundle.manifest.attention[0]["Hq"] == HEADS - 1
+    whole = md.export(model, tmp_path / "int8", precision="int8", data=samples(3), **OPTIONS)
+    assert "qkv" in {each.name for each in whole.manifest.loss.layers}
+
+
 def test_a_head_that_is_needed_does_not_go(tmp_path):
     model = transformer(tmp_path / "model.onnx")
     with pytest.raises(md.DeployError) as refused:
