@@ -435,3 +435,18 @@ def test_later_layers_read_the_length_of_the_first():
         scores = g.op("MatMul", g.op("Mul", q, g.const(scale)), g.op("Transpose", k, perm=[0, 1, 3, 2]))
         x = g.op("Add", x, g.op("MatMul", g.op("Softmax", g.op("Add", scores, bias)), v))
     check(g, x, *past_feeds((3, 4), (3, 1), (0, 4)), count=2)
+
+
+def test_sizes_that_leave_nothing_are_not_drawn():
+    """A mask of the positions behind a past has none where both have one; the file still runs."""
+    g = axes_of({"x": ("B", H, "S", D)})
+    numbers, own = behind_a_past(g)
+    k = g.op("Concat", "past", "x", axis=2)
+    q, k, v = (g.op("Unsqueeze", each, g.ints(2)) for each in ("x", k, k))
+    scores = g.op("MatMul", q, g.op("Transpose", k, perm=[0, 1, 2, 4, 3]))
+    hidden = g.op(
+        "Greater", *(g.op("Unsqueeze", each, g.ints(1, 2, at)) for each, at in ((numbers, 3), (own, 4)))
+    )
+    scores = g.op("Where", hidden, g.const(-1e9), scores)
+    y = g.op("Squeeze", g.op("MatMul", g.op("Softmax", scores), v), g.ints(2))
+    check(g, y, *past_feeds((3, 4), (3, 1), (0, 4)))
