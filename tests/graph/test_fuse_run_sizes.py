@@ -22,11 +22,11 @@ def attend(g, q, k, v, mask=None):
     return g.op("Einsum", g.op("Softmax", scores), v, equation="bhqk,bkhd->bqhd")
 
 
-def check(g, y, *changes):
-    """One attention that computes the same, whose file has only names of sizes that the inputs have."""
+def check(g, y, *changes, count=1):
+    """Attentions that compute the same, whose file has only names of sizes that the inputs have."""
     model = g.model(y)
     new, report = fused(model)
-    assert (len(report.fused), report.unfused) == (1, ())
+    assert (len(report.fused), report.unfused) == (count, ())
     for each in new.graph.value_info:
         assert not any("." in dim.dim_param for dim in each.type.tensor_type.shape.dim)
     for change in changes:
@@ -403,3 +403,50 @@ def test_a_length_that_a_reshape_tells():
     apart = g.op("Reshape", g.op("Neg", scores), g.op("Concat", *sizes, axis=0))
     feeds = [{"table": sized(5, 7), "count": np.array([number])} for number in (5, 1)]
     check(g, g.op("MatMul", g.op("Softmax", apart), "v"), *feeds)
+
+
+def behind_a_past(g):
+    """Numbers for positions behind a past, from a mask whose length is stated under a name of its own."""
+    g.inputs |= {"mask": (INT64, ("B", "T")), "past": (TensorProto.FLOAT, ("B", H, "P", D))}
+    numbers = g.op("CumSum", "mask", g.const(1, np.int64))
+    past = g.op("Shape", "past", start=2, end=3)
+    return numbers, g.op("Slice", numbers, past, g.ints(END), g.ints(1))
+
+
+def past_feeds(*sizes):
+    """Numbers of all, of some past and new positions."""
+    for past, new in sizes:
+        mask = np.arange(past + new) >= [[0], [1]]
+        feeds = {"x": sized(2, H, new, D), "past": sized(2, H, past, D, seed=1)}
+        yield feeds | {"mask": mask.astype(np.int64)}
+
+
+def test_later_layers_read_the_length_of_the_first():
+    """Queries may be as many as the mask has positions: all layers share a mask of those of the first."""
+    g = axes_of({"x": ("B", H, "S", D)})
+    numbers, own = behind_a_past(g)
+    turned = g.op("Cos", g.op("Unsqueeze", g.cast(own, TensorProto.FLOAT), g.ints(1, 3)))
+    hidden = g.op("Unsqueeze", g.op("Equal", numbers, g.const(0, np.int64)), g.ints(1, 2))
+    bias = g.op("Where", hidden, g.const(-1e9), g.const(0.0))
+    x = "x"
+    for scale in (0.5, 0.25):
+        q = g.op("Mul", x, turned)
+        k, v = (g.op("Concat", "past", each, axis=2) for each in (q, x))
+        scores = g.op("MatMul", g.op("Mul", q, g.const(scale)), g.op("Transpose", k, perm=[0, 1, 3, 2]))
+        x = g.op("Add", x, g.op("MatMul", g.op("Softmax", g.op("Add", scores, bias)), v))
+    check(g, x, *past_feeds((3, 4), (3, 1), (0, 4)), count=2)
+
+
+def test_sizes_that_leave_nothing_are_not_drawn():
+    """A mask of the positions behind a past has none where both have one; the file still runs."""
+    g = axes_of({"x": ("B", H, "S", D)})
+    numbers, own = behind_a_past(g)
+    k = g.op("Concat", "past", "x", axis=2)
+    q, k, v = (g.op("Unsqueeze", each, g.ints(2)) for each in ("x", k, k))
+    scores = g.op("MatMul", q, g.op("Transpose", k, perm=[0, 1, 2, 4, 3]))
+    hidden = g.op(
+        "Greater", *(g.op("Unsqueeze", each, g.ints(1, 2, at)) for each, at in ((numbers, 3), (own, 4)))
+    )
+    scores = g.op("Where", hidden, g.const(-1e9), scores)
+    y = g.op("Squeeze", g.op("MatMul", g.op("Softmax", scores), v), g.ints(2))
+    check(g, y, *past_feeds((3, 4), (3, 1), (0, 4)))

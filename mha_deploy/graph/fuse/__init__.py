@@ -322,6 +322,7 @@ class _Fusion:
         """
         if not self._verify:
             return ()
+        border = replace(border, likely=self._likely)
         results, others = [] if in_file else list(old), dict[ir.Value, float | None]()
         for value in old if in_file else ():
             ends, taken = self._spelling.ends_of(value)

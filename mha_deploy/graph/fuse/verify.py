@@ -14,7 +14,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import ml_dtypes
@@ -24,7 +24,15 @@ import onnx_ir as ir
 
 from mha_deploy.graph.fuse.mask_pattern import is_score
 from mha_deploy.graph.fuse.spelling import Spelling
-from mha_deploy.graph.fuse.values import ATTENTION_OPSET, OF_RUN, NotFused, in_words, is_of_run
+from mha_deploy.graph.fuse.values import (
+    ATTENTION_OPSET,
+    OF_RUN,
+    NotFused,
+    Size,
+    in_words,
+    is_of_run,
+    likely_size,
+)
 from mha_deploy.graph.ir import (
     constant,
     dims,
@@ -95,6 +103,8 @@ class Boundary:
     extreme: float = EXTREME  # scores of the last draw are multiples of about this
     # Whether sizes that a run computes are chosen where they are read, as those of inputs are.
     chosen: bool = False
+    # What such a size is where nothing is broadcast: one number, wherever it is drawn or read.
+    likely: Mapping[Size, Size] = field(default_factory=dict)
 
     def dims_of(self, value: ir.Value, *, drawn: bool = False) -> Dims | None:
         """The sizes of a value; None where the file does not know one of them.
@@ -104,7 +114,8 @@ class Boundary:
         if value in self.dims:
             return self.dims[value]
         found = list[int | str]()
-        for axis, size in enumerate(dims(value)):
+        for axis, given in enumerate(dims(value)):
+            size = likely_size(given, self.likely)
             known = size is not None and _FUNCTIONS.issuperset(_CALL.findall(str(size)))
             if not drawn and (not known or (is_of_run(size) and not (self.chosen and OF_RUN in str(size)))):
                 return None
@@ -319,6 +330,9 @@ def compare(old: Region, new: Region, boundary: Boundary, opset: int) -> bool:
                 drawn, want = _first_that_runs(first, drawn, numbers)
             except _Failed as error:
                 failure = str(error)
+                break
+            if not all(each.size for each in want):
+                failure = "the result is empty"  # an axis of one is broadcast to one of none
                 break
             try:
                 got = second(drawn, numbers)
