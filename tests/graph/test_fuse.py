@@ -82,7 +82,7 @@ CASES = {
     "einsum, heads first": Case(spelling(modules.einsum_heads_first)),
     "einsum, length first": Case(modules.EinsumLengthFirst),
     "packed": Case(modules.Packed),
-    "heads in the batch": Case(modules.Batched, Hq=1, Hkv=1),
+    "heads in the batch": Case(modules.Batched),
     "repeat_interleave": few(modules.interleaved, Hkv=2),
     "expand and reshape": few(modules.expanded, Hkv=2),
     "mqa, expand and reshape": few(modules.expanded, Hkv=1),
