@@ -9,6 +9,7 @@ import pytest
 from mha_deploy.errors import EXIT_BAD_INPUT, SpecError
 from mha_deploy.model.layer import AttentionSpec, Rope
 from mha_deploy.model.spec import FLOAT, INT32, Axis, TensorSpec
+from mha_deploy.options import in_python
 
 B = {"min": 1, "opt": 2, "max": 4}
 S = {"min": 1, "opt": 16, "max": 64}
@@ -335,7 +336,7 @@ def test_sizes_outside_the_axes_are_refused(sizes, got):
     with pytest.raises(SpecError, match="does not allow this size") as caught:
         make().check_sizes(sizes)
     assert caught.value.got == got
-    assert f'axes={{"{got[0]}": "min:opt:max"}}' in caught.value.hint
+    assert f'axes={{"{got[0]}": "min:opt:max"}}' in in_python(caught.value.hint)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"B": 1}, {"B": 1, "S": 8, "T": 8}])

@@ -323,8 +323,7 @@ SCALINGS = ("none", "linear", "ntk", "llama3")
 _CHOICES = dict(variant=VARIANTS, attends=ATTENDS, mask=MASKS, projections=PROJECTIONS, cache=CACHE_KINDS)
 _CACHE_AXES: dict[str, tuple[str, ...]] = {"none": (), "dynamic": ("P",), "preallocated": ("T",)}
 _AXIS_HINTS = {
-    "T": 'only cross attention and a preallocated cache have T: leave it out, or set attends = "cross" or '
-    'cache = "preallocated"',
+    "T": 'self attention has T = S: leave T out, or set attends = "cross" or cache = "preallocated"',
     "P": 'only a dynamic cache has a past: leave P out, or set cache = "dynamic"',
 }
 # What a layer with a cache must be.
