@@ -41,6 +41,8 @@ _ROUNDED |= {"Softplus", "LeakyRelu", "FastGelu", "BiasGelu", "Gather", "Dequant
 _SUMS = frozenset({"Add", "Sub", "Sum"})
 _SAME_NUMBERS = frozenset({*MOVES, "Flatten", "Expand", "Slice", "Cast"})
 _SCALED = frozenset({"Mul", "Div"})
+_REDUCED = frozenset({"ReduceL1", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceProd"})
+_REDUCED |= {"ReduceMax", "ReduceMin", "ReduceLogSum", "ReduceLogSumExp", "GlobalAveragePool"}
 _WITH_FACTORS = frozenset({*NORMS, "BatchNormalization"})
 _WITH_FACTORS |= {"SimplifiedLayerNormalization", "SkipLayerNormalization"}
 _ROUNDING = _MATMULS | _ROUNDED
@@ -117,6 +119,7 @@ class FileRounding(RoundingMode):
         # No kernel computes in more than float32: there, what is fused is rounded as well.
         self._everywhere = precision is not None and precision.name == "fp32"
         self._written = set[str]()  # the floating-point values that come from rounded ones
+        self._reduced = set[str]()  # those of them that come from a reduction
         self.flops = 0  # of the GEMMs
         self._on_grid = False
 
@@ -133,7 +136,11 @@ class FileRounding(RoundingMode):
         outputs = self._compute(node, run, inputs)
         if self._factor_bits is not None and (follows or node.operator in _ROUNDING):
             pairs = zip(node.outputs, outputs, strict=False)
-            self._written.update(name for name, each in pairs if getattr(each, "dtype", None) == np.float64)
+            names = [name for name, each in pairs if getattr(each, "dtype", None) == np.float64]
+            self._written.update(names)
+            is_reduced = node.operator in _REDUCED or not self._reduced.isdisjoint(node.inputs)
+            if follows and is_reduced and node.operator not in (*_ROUNDING, *_SUMS):
+                self._reduced.update(names)
         return outputs
 
     def _compute(self, node: FileNode, run: Compute, inputs: Inputs) -> Any:
@@ -177,20 +184,20 @@ class FileRounding(RoundingMode):
     def _with_factors(self, node: FileNode, inputs: Inputs, *, follows: bool) -> Inputs:
         """The inputs of a node with its factors as this sample has them.
 
-        They are constants, and computed numbers that scale several others each: a kernel of their own writes
-        them.
+        They are constants, and results of reductions that scale several numbers each.
         """
         if node.operator in _WITH_FACTORS:
             return tuple(self._constant(node, at, each) if at else each for at, each in enumerate(inputs))
-        if follows and node.operator == "Expand":
+        if node.operator == "Expand" and node.inputs[0] in self._reduced:
             return (self.rounded_array(inputs[0]), *inputs[1:])
         if not follows or node.operator not in _SCALED:
             return inputs
         most = math.prod(np.broadcast_shapes(*map(np.shape, inputs)))
 
         def factor(at: int, array: Any) -> Any:
-            if node.inputs[at] in self._written:
-                return self.rounded_array(array) if array.size < most else array
+            if node.inputs[at] in self._written:  # a kernel of its own writes what was reduced
+                is_whole = array.size == most or node.inputs[at] not in self._reduced
+                return array if is_whole else self.rounded_array(array)
             return self._constant(node, at, array)
 
         return tuple(factor(at, each) for at, each in enumerate(inputs))

@@ -420,6 +420,8 @@ _SUMS = frozenset(
 _SCALED = frozenset(["mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply", "divide", "true_divide"])
 _SCALED |= {"div", "div_", "__truediv__", "__itruediv__"}
 _SPREAD = frozenset(["expand", "expand_as", "broadcast_to"])
+_REDUCED = frozenset(["norm", "vector_norm", "linalg_norm", "linalg_vector_norm", "sum", "mean", "prod"])
+_REDUCED |= {"var", "std", "var_mean", "std_mean", "amax", "amin", "logsumexp"}
 _ALONG_LAST = frozenset(["topk", "sort", "argsort", "kthvalue"])  # the axis by default; others: all numbers
 _ORDERED = frozenset(["topk", "argmax", "argmin", "max", "min", "sort", "argsort", "kthvalue", "median"])
 _COMPARED = frozenset(
@@ -534,7 +536,8 @@ class RandomRounding(Float64, RoundingMode):
         RoundingMode.__init__(self, precision, seed, changes, sign)
         # No kernel computes in more than float32: there, what is fused is rounded as well.
         self._everywhere = precision is not None and precision.name == "fp32"
-        self._written = WeakTensorKeyDictionary()  # the tensors that come from rounded numbers
+        # The tensors that come from rounded numbers, and whether from a reduction of them.
+        self._written = WeakTensorKeyDictionary()
         self._learnt = WeakTensorKeyDictionary()  # those that come from weights alone
         if precision and precision.bytes == 2:
             self.wide = _NARROWER
@@ -587,13 +590,17 @@ class RandomRounding(Float64, RoundingMode):
             shapes = [each.shape for each in args if isinstance(each, Tensor)]
             most = math.prod(torch.broadcast_shapes(*shapes))
             args = tuple(self._factor(each, most) for each in args)
-        elif follows and name in _SPREAD:
+        elif args and name in _SPREAD and self._written.get(args[0], False):
             args = (self.rounded(self.upcast(args[0])), *args[1:])
         result = self._rounded_call(name, func, args, kwargs)
+        is_reduced = name in _REDUCED or any(self._written.get(each, False) for each in given)
         is_written = follows or name in _ROUNDING
         if is_written or (given and all(map(self._is_learnt, given))):
             for each in filter(_is_float, tensors_in(result)):
-                (self._written if is_written else self._learnt)[each] = True
+                if is_written:
+                    self._written[each] = follows and is_reduced and name not in _ROUNDING
+                else:
+                    self._learnt[each] = True
         return result
 
     def _is_learnt(self, tensor: Tensor) -> bool:
@@ -604,8 +611,9 @@ class RandomRounding(Float64, RoundingMode):
         """A factor of so many numbers, as this sample has it."""
         if isinstance(factor, float):
             return float(self.factor(np.array([factor]))[0])
-        if _is_float(factor) and factor in self._written:  # where a kernel of its own writes it
-            return self.rounded(self.upcast(factor)) if factor.numel() < most else factor
+        if _is_float(factor) and factor in self._written:  # a kernel of its own writes what was reduced
+            is_whole = factor.numel() == most or not self._written[factor]
+            return factor if is_whole else self.rounded(self.upcast(factor))
         return self._constant(factor, of_one=True)
 
     def _constant(self, factor: Any, *, of_one: bool = False) -> Any:
