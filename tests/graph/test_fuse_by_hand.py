@@ -10,6 +10,7 @@ from hand_graphs import B, D, H, Hand, S, check_same, fused, random_feeds, run
 from onnx import TensorProto
 
 import mha_deploy as md
+from mha_deploy.graph.fuse.values import folded
 from mha_deploy.graph.ir import is_op
 from mha_deploy.graph.mixed_precision import plan_precision
 from mha_deploy.graph.roles import TO_BOOLEAN
@@ -796,3 +797,15 @@ def test_a_mask_that_a_matmul_computes_is_a_mask(mask, numbers):
     feeds["m"] = np.where(there, *map(np.float32, numbers))
     for want, got in zip(run(model, feeds), run(new, feeds), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_numbers_that_are_drawn_follow_from_no_constants():
+    text = """<ir_version: 10, opset_import: ["" : 18]> g () => (float[2,3] y, float[2,3] z)
+    <float[3] held = {1.0, 2.0, 3.0}> {
+        drawn = RandomNormal <shape = [2, 3]> () y = Add (drawn, held)
+        size = Constant <value_ints = [2, 3]> () z = Expand (held, size)
+    }"""
+    graph = ir.from_proto(onnx.parser.parse_model(text)).graph
+    random, fixed = graph.outputs
+    assert folded(random) is None
+    np.testing.assert_array_equal(folded(fixed), [[1, 2, 3]] * 2)

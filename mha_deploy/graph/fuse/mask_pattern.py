@@ -671,8 +671,8 @@ def hide_behind(terms: list[Term], behind: Behind, dtype: ir.DataType | None) ->
         if apart and mask.fill <= max(WEAKEST_FILL, 0.99 * float(dtype.min)):
             hidden = replace(mask, fill=-math.inf, added=False)
             return [hidden if each is term else each for each in terms]
-        what = "The weights are masked after the softmax, and before it their scores count, by their number"
-        what += " or by what else is added to them."
+        what = "The weights are masked after the softmax, but masked scores may count in it: their number is "
+        what += "not low enough, or a tensor is added to it."
         raise NotExpressible(what, got=f"{mask.value.name}, {mask.fill:g}", hint="mask the scores with -inf")
     what = "The weights are masked after the softmax, and the scores do not have the same mask."
     raise NotExpressible(what, got=behind.value.name)

@@ -37,6 +37,7 @@ from mha_deploy.graph.ir import (
     inner_graphs,
     input_at,
     is_op,
+    is_random,
     is_tensor,
     light_proto,
     made_by,
@@ -137,7 +138,9 @@ def folded(
     """The numbers of a value that follow from constants, and from known ones, alone; None for any other."""
     behind = nodes_behind([value], lambda node: [each for each in node.inputs if each not in known])
     nodes = list(itertools.islice(behind, _MOST_FOLDED + 1))
-    if value is None or len(nodes) > _MOST_FOLDED or any(each.domain or inner_graphs(each) for each in nodes):
+    if value is None or len(nodes) > _MOST_FOLDED:
+        return None
+    if any(each.domain or inner_graphs(each) or is_random(each) for each in nodes):
         return None
     made = {each for node in nodes for each in node.outputs}
     given = {each for node in nodes for each in node.inputs if each is not None and each not in made}
