@@ -488,6 +488,7 @@ def test_a_file_that_draws_numbers_is_refused(tmp_path, operator):
     assert operator in refusal.value.got
 
 
+@pytest.mark.slow
 def test_dropout_that_is_off_draws_nothing(tmp_path):
     path = around(RANDOM["Dropout"].replace("{1}", "{0}"), 17, tmp_path / "off.onnx")
     bundle = md.import_onnx(path, tmp_path / "bundle", axes={"S": "2:6:8"}, golden=["opt"])
