@@ -420,24 +420,23 @@ def share_tied_weights(model: ir.Model) -> None:
 # -- Masks that follow from constants ---------------------------------------------------------------
 
 
-def fold_masks(model: ir.Model) -> bool:
-    """Make masks constants that follow from constants and from known sizes; whether there were any.
+def fold_masks(model: ir.Model) -> None:
+    """Make masks constants that follow from constants and from known sizes.
 
     TorchScript's exporter computes the sizes of a table of relative positions from those of an input, and
     TensorRT-RTX has no fused kernel for a mask that is computed, though from constants alone.
     """
     masks = [input_at(node, MASK) for node in model.graph if is_op(node, "Attention")]
     made = [each for each in dict.fromkeys(masks) if each is not None and _is_fixed(each)]
-    known, opset = known_numbers(model) if made else {}, model.opset_imports.get("", 0)
-    changed = False
-    for mask in made:
-        if (numbers := folded(mask, known, opset)) is not None:
-            name = f"{prefix_within(str(mask.name), prefixes_in(model))}/folded"
-            replace_value(mask, new_initializer(model.graph, name, numbers, mask.dtype))
-            changed = True
-    if changed:
+    if not made:
+        return
+    known, opset, taken = known_numbers(model), model.opset_imports.get("", 0), prefixes_in(model)
+    found = [(mask, numbers) for mask in made if (numbers := folded(mask, known, opset)) is not None]
+    for mask, numbers in found:
+        name = f"{prefix_within(str(mask.name), taken)}/folded"
+        replace_value(mask, new_initializer(model.graph, name, numbers, mask.dtype))
+    if found:
         RemoveUnusedNodesPass()(model)
-    return changed
 
 
 def _is_fixed(mask: ir.Value) -> bool:
