@@ -500,10 +500,10 @@ class PackageOptions:
 class Limits:
     """What counts as a regression: growth, as a share of the old value."""
 
-    error: float = option(
-        0.1,
+    error: float | None = option(
+        None,
         "Growth of an error that counts as a regression, as a fraction of its budget; of a loss beyond its "
-        "limit, as a fraction of that.",
+        "limit, as a fraction of that. default: 0.1, and 0.5 between different weights",
         "--max-error",
         min=0.0,
         max=1e9,

@@ -459,8 +459,10 @@ _MOST_DIFFERENT = 0.25  # of integers, such as the choices of an argmax
 
 def refuse_implausible_case(case: GoldenCase, precision: Precision) -> None:
     """Refuse a golden case that was just computed, as one that is read is refused."""
-    about = f"golden case {case.name}"
-    refuse_implausible(about, case.oracle, case.eager, precision, case.baselines)
+    about, baselines = f"golden case {case.name}", case.baselines
+    if not case.cached:  # of a cache, the samples have the new entries only
+        baselines = unpack_baselines(about, pack_baselines(baselines), case.oracle, precision)
+    refuse_implausible(about, case.oracle, case.eager, precision, baselines)
 
 
 def refuse_implausible(

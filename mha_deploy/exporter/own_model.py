@@ -85,7 +85,7 @@ def load_factory(reference: str, *, seed: int = 0) -> UserModule:
         module = import_user_module(place)
         factory = getattr(module, name, None)
     if not callable(factory):
-        known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        known = [key for key, value in vars(module).items() if callable(value) and not inspect.isclass(value)]
         hint = nearest(name, known) if known else "a function that returns a Deployable"
         raise ExportError("The module has no such factory.", got=reference, hint=hint)
     if needed := [each.name for each in _parameters(factory) if each.default is each.empty]:

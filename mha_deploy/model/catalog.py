@@ -134,6 +134,10 @@ def is_factory(model: str) -> bool:
     return bool(separator) and name.isidentifier() and (place.endswith(".py") or is_module)
 
 
+_DEFINE_UNSEEN = ("import *", "globals", "locals", "vars", "exec", "setattr", "__getattr__", "sys.modules")
+"""With one of these, a file may define names that its text does not have."""
+
+
 def refuse_absent_factory(model: str) -> None:
     """Refuse a factory whose file is not there or does not name it, before anything heavy is imported."""
     place, _, name = model.rpartition(":")
@@ -146,7 +150,7 @@ def refuse_absent_factory(model: str) -> None:
         text = read_regular(path, _LARGEST_SOURCE).decode("utf-8", "replace")
     except OSError:
         return  # the import says why
-    if name not in text and "import *" not in text:
+    if name not in text and not any(word in text for word in _DEFINE_UNSEEN):
         known = functions_in(path)
         hint = nearest(name, known) if known else "a function that returns a Deployable"
         raise ExportError("The file has no such factory.", got=model, hint=hint)

@@ -285,6 +285,9 @@ _LESS_KNOWN = {
     ("mixed", "unknown"),
     ("wrong", "absent"),
 }
+# What an error may grow by, in shares of the budget; between different weights it differs by more by chance,
+# most of all for an output of few numbers.
+_ERROR_GROWTH, _OF_OTHER_WEIGHTS = 0.1, 0.5
 # A median that grew by this share of the old one is never the same, whatever the spread.
 _LARGE = 0.5
 # How many times the limit a tail may grow before it is inconclusive, and before it is a regression: p99 of
@@ -589,10 +592,12 @@ def _rebuild_span(rebuilds: Any, figure: str, of: str = "") -> float:
 # -- The rules -------------------------------------------------------------------------------------
 
 
-def _judge(section: str, old: Measurement, new: Measurement, limits: Limits) -> tuple[Level, str]:
+def _judge(
+    section: str, old: Measurement, new: Measurement, limits: Limits, are_other_weights: bool = False
+) -> tuple[Level, str]:
     """The level of a change, and why."""
     if old.kind == "share":
-        return _judge_share(old, new, limits)
+        return _judge_share(old, new, limits, are_other_weights)
     if old.kind == "loss":
         return _judge_loss(old, new, limits)
     if old.kind == "tail":
@@ -651,7 +656,9 @@ def _under_old_budget(old: Measurement, new: Measurement) -> Measurement:
     return replace(new, value=used, shown=_used_text(used, new.outcome, " of the old budget"))
 
 
-def _judge_share(old: Measurement, new: Measurement, limits: Limits) -> tuple[Level, str]:
+def _judge_share(
+    old: Measurement, new: Measurement, limits: Limits, are_other_weights: bool
+) -> tuple[Level, str]:
     if old.sizes != new.sizes and new.outcome is old.outcome:
         return NOT_COMPARABLE, "other sizes"
     if old.outcome is not new.outcome:
@@ -665,8 +672,11 @@ def _judge_share(old: Measurement, new: Measurement, limits: Limits) -> tuple[Le
     if old.value is None or new.value is None:
         return (SAME, "") if old.value is None else (CHANGED, "no error was measured")
     growth, noise = new.value - old.value, max(old.noise, new.noise)
-    if abs(growth) <= max(limits.error, noise):
-        return SAME, f"within the {budget_share(noise)} of rebuilds" if growth > limits.error else ""
+    most = _ERROR_GROWTH if limits.error is None else limits.error
+    if abs(growth) <= max(most, noise):
+        return SAME, f"within the {budget_share(noise)} of rebuilds" if growth > most else ""
+    if are_other_weights and limits.error is None and abs(growth) <= _OF_OTHER_WEIGHTS:
+        return CHANGED, "other weights"
     return (IMPROVEMENT, "") if growth < 0 else (REGRESSION, f"grown by {budget_share(growth)} of the budget")
 
 
@@ -677,7 +687,8 @@ def _judge_loss(old: Measurement, new: Measurement, limits: Limits) -> tuple[Lev
     why = f"over the old limit of {limit:g}" if is_beyond else ""
     if limit is not None and old.value <= limit < new.value:
         return REGRESSION, why
-    if abs(growth) <= limits.error * (old.value if limit is None else limit):
+    most = _ERROR_GROWTH if limits.error is None else limits.error
+    if abs(growth) <= most * (old.value if limit is None else limit):
         return SAME, ""
     return (IMPROVEMENT, "") if growth < 0 else (REGRESSION if is_beyond else CHANGED, why)
 
@@ -945,7 +956,7 @@ def compare(old: Any, new: Any, limits: Limits | None = None) -> Comparison:
     limits = limits or Limits()
     for each in fields(limits):
         value = getattr(limits, each.name)
-        if not isinstance(value, bool) and not value >= 0:
+        if value is not None and not isinstance(value, bool) and not value >= 0:
             raise DeployError("A threshold cannot be negative.", got=f"{each.name} {value}", hint="0 or more")
     before, after = read_side(old), read_side(new)
     if before.kind != after.kind:
@@ -996,6 +1007,11 @@ def _not_the_same(old: ModelResult, new: ModelResult) -> dict[str, tuple[str, st
     if all(gpus) and gpus[0] != gpus[1]:
         found["GPU"] = gpus[0], gpus[1]
     return found
+
+
+def _weights_of(result: ModelResult) -> str:
+    """What tells the weights of a model from others: their hash, or of a layer where they came from."""
+    return str(_spec(result).get("state_sha256") or (result.model.weights if result.model else ""))
 
 
 # Attributes that make no other model: those that are compared by themselves, and where its weights came from,
@@ -1191,6 +1207,7 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
     found = [*_gap_changes(old, new, names)]
     other = _not_the_same(old, new)
     is_other = old.name != new.name  # all attributes of which differ
+    are_other_weights = _weights_of(old) != _weights_of(new)
 
     def is_skipped(section: str, item: Measurement) -> bool:
         return is_other and section == "environment" and item.owner == _MODEL
@@ -1209,7 +1226,7 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
         second = after.get((section, subject))
         if second is not None:
             second = _under_old_budget(first, second)
-            level, why = _judge(section, first, second, limits)
+            level, why = _judge(section, first, second, limits, are_other_weights)
             if level is not SAME and section in _depends_on(other):
                 level, why = NOT_COMPARABLE, f"another {next(iter(other))}"
             elif section == "verdict" and level is IMPROVEMENT and gone:

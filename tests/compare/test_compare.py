@@ -442,10 +442,17 @@ def test_other_weights_are_a_change_and_no_other_model(file, digest):
 
     old = weights_in(passing(), "v1.pt", "a")
     assert md.compare(old, weights_in(passing(), file, digest)).passed
-    found = md.compare(old, weights_in(planted("error grown"), file, digest))
-    assert found.regressions, "what the weights change is rated"
+    assert md.compare(old, weights_in(planted("error over budget"), file, digest)).regressions
+    grown = weights_in(planted("error grown"), file, digest)
+    found = md.compare(old, grown)
+    assert bool(found.regressions) is (digest == "a"), "by chance, of other weights"
+    assert md.compare(old, grown, error=0.1).regressions, "what the user limits"
     assert not found.not_comparable
     assert "changed" in {change.level for change in found.changes if change.subject == "weights"}
+    small = {name: 0.1 * limit for name, limit in verdict(old)["budget"].items()}
+    verdict(old, share=0.1, deviation=verdict(old)["deviation"] | small)
+    verdict(grown, share=0.7)
+    assert md.compare(old, grown).regressions, "what the weights change is rated"
 
 
 def test_an_attribute_that_is_not_the_same_is_named_without_what_is():

@@ -9,10 +9,12 @@ import onnx
 import onnx.parser
 import onnx_ir as ir
 import pytest
+import torch
 from click.testing import CliRunner
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 from quantized_models import GEMMS, padded, samples, transformer, weights
+from safetensors.numpy import load_file
 
 import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
@@ -302,6 +304,34 @@ def test_kernels_of_an_engine_read_eight_bits(bundles, name):
     assert (found.gemms.other_types, found.gemms.unknown, found.gemms.unquantized) == ({}, (), ())
     shown = md.open_engine(engine.path).shown  # the plan holds the weights of the graph
     assert (shown.verdict.nodes, shown.all_fused) == (engine.manifest.verdict.nodes, True)
+
+
+class Logit(torch.nn.Module):
+    """Four blocks and one number for each sequence."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        make = partial(torch.nn.TransformerEncoderLayer, 32, 2, 64, batch_first=True)
+        self.blocks, self.out = torch.nn.Sequential(*(make() for _ in range(4))), torch.nn.Linear(32, 1)
+
+    def forward(self, x):
+        return self.out(self.blocks(x).mean(1))
+
+
+@pytest.mark.slow
+def test_a_case_whose_result_cancels_is_left_out(tmp_path):
+    def bundle(name, shift):
+        module = Logit().eval()
+        module.out.bias.data -= shift
+        inputs = {"x": md.Example(torch.randn(2, 8, 32), "B", "S")}
+        given = md.Deployable(module=module, inputs=inputs, axes={"B": "1:2:3", "S": "1:8:16"})
+        return md.export(given, tmp_path / name, precision="fp8")
+
+    oracle = load_file(bundle("first", 0.0).path / "golden" / "min.safetensors")["oracle/output"]
+    manifest = bundle("shifted", oracle.item()).manifest
+    assert "min" not in [entry.name for entry in manifest.golden]
+    assert any("min" in note for note in manifest.notes)
 
 
 @pytest.mark.parametrize("name", ["fp8", pytest.param("int8", marks=pytest.mark.slow)])

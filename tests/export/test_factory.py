@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import mha_deploy as md
 from mha_deploy.errors import DeployError
 from mha_deploy.exporter.own_model import load_factory, match_names, open_user_module, state_digest
 from mha_deploy.model.precision import find_precision
@@ -21,6 +22,16 @@ def test_a_factory_in_a_file():
     assert loaded.dims == {"tokens": ("B", "S"), "mask": ("B", "S")}
     assert {name: str(axis) for name, axis in loaded.axes.items()} == {"B": "1:4:8", "S": "1:32:64"}
     assert not loaded.module.training
+
+
+def test_a_factory_that_only_running_the_file_shows(tmp_path):
+    (tmp_path / "own_models.py").write_text(HERE.read_text())
+    made = "import own_models\nfor size in 'ab':\n    globals()[f'enc_{size}'] = own_models.encoder\n"
+    (tmp_path / "many.py").write_text(made)
+    assert md.load_model(f"{tmp_path / 'many.py'}:enc_b").source == f"{tmp_path / 'many.py'}:enc_b"
+    assert load_factory(f"{tmp_path / 'many.py'}:enc_b").module is not None
+    with pytest.raises(DeployError, match="'enc_a'"):
+        load_factory(f"{tmp_path / 'many.py'}:enc_aa")
 
 
 def test_a_factory_in_a_module(monkeypatch):
