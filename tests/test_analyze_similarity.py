@@ -207,6 +207,7 @@ class TestHeatmap:
     def similarity(self):
         return similarity_from_heads(normal(50, 4, 8))
 
+    @pytest.mark.slow
     def test_is_a_png_that_opens(self, tmp_path, similarity):
         image = pytest.importorskip("matplotlib.image")
         similarity.save_png(tmp_path / "heads.png", title="test")

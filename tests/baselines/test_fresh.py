@@ -95,6 +95,7 @@ def test_a_preallocated_cache_can_be_filled_to_one_length(bundles):
         assert set(np.nonzero(differ)[2].tolist()) == {row}, "the only row that was written"
 
 
+@pytest.mark.slow
 def test_a_dynamic_cache_may_be_empty_and_takes_no_lengths(bundles):
     fresh = FreshCases(bundles("tiny-dynamic"), "cpu")
     case = fresh.case({"B": 2, "S": 5, "P": 0}, seed=1)
@@ -104,6 +105,7 @@ def test_a_dynamic_cache_may_be_empty_and_takes_no_lengths(bundles):
         fresh.case({"B": 2, "S": 5, "P": 0}, seed=1, past=0)
 
 
+@pytest.mark.slow
 def test_a_cache_without_room_is_refused(bundles):
     with pytest.raises(SpecError, match="do not fit into"):
         FreshCases(bundles("tiny-preallocated"), "cpu").case({"B": 2, "S": 4, "T": 64}, seed=1, past=61)

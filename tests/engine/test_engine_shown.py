@@ -147,6 +147,7 @@ def test_an_engine_cannot_claim_gemms_in_eight_bits_that_its_plan_does_not_show(
     assert "GEMM" not in open_engine(engine).shown.precision_summary
 
 
+@pytest.mark.slow
 def test_an_attention_in_eight_bits_does_not_hide_the_precision_of_its_engine(tmp_path):
     options = {"precision": "int8", "data": samples(), "quantize_attention": True, "golden": ("opt",)}
     axes = {"B": "1:2:2", "S": "1:8:16"}

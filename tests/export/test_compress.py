@@ -129,6 +129,7 @@ def test_a_gemm_beyond_fp16_is_not_quantized(tmp_path, name):
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 def test_weights_that_stay_as_they_are_stored_give_the_same_numbers(bundles, model, tmp_path, monkeypatch):
     for name in ("exporter.file_program._MOST_WIDE", "exporter.file_program._LARGE"):
         monkeypatch.setattr(f"mha_deploy.{name}", 100)
@@ -520,6 +521,7 @@ def test_a_reshape_to_fixed_sizes_is_refused_by_name_before_anything_is_quantize
     assert not {"calibration", "sensitivity", "loss", "ranges"} & {each.split(":")[0] for each in stages}
 
 
+@pytest.mark.slow
 def test_a_file_is_quantized_over_the_axes_that_it_runs_at(tmp_path):
     model = onnx.load(transformer(tmp_path / "tied.onnx"))
     table = np.ones((1, 6, 64), "f")  # whose length is that of the tokens

@@ -105,7 +105,7 @@ def seed_three(tmp_path_factory):
     ("spec", "form"),
     [
         (GQA, "packed"),
-        (PACKED, "separate"),
+        pytest.param(PACKED, "separate", marks=pytest.mark.slow),
         pytest.param(GQA, "separate", marks=pytest.mark.slow),
         pytest.param(PACKED, "packed", marks=pytest.mark.slow),
     ],

@@ -640,7 +640,7 @@ class Bucketed(nn.Module):
         return (torch.softmax(q @ q.transpose(2, 3) + bias, -1) @ q).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize("origin", ["file", "module"])
+@pytest.mark.parametrize("origin", [pytest.param("file", marks=pytest.mark.slow), "module"])
 def test_distances_in_buckets_and_the_lowest_mask_number(tmp_path, origin):
     """FP64 does not decide otherwise than the source, and fully masked queries are right beside a bias."""
     torch.manual_seed(0)

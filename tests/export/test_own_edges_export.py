@@ -144,6 +144,7 @@ class AddedMask(nn.Module):
         return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
+@pytest.mark.slow
 def test_what_float32_loses_beside_a_mask_number_is_in_the_budget(tmp_path):
     mask = (torch.arange(8) < torch.tensor([[8], [5]])).long()
     examples = {"x": md.Example(torch.randn(2, 8, 32), "B", "S"), "mask": md.Example(mask, "B", "S")}

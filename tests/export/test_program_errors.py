@@ -241,6 +241,7 @@ def test_a_short_limit_for_runtimes_leaves_time_for_a_loop(monkeypatch):
     assert x.tolist() == [5000, 5000]
 
 
+@pytest.mark.slow
 def test_what_pytorch_does_for_itself_is_no_loop_of_the_user(limits):
     limits(0.0, 0.0)
     model = nn.TransformerEncoderLayer(8, 2, 8, batch_first=True)

@@ -104,6 +104,7 @@ def with_packed_weights(path):
     return path
 
 
+@pytest.mark.slow
 def test_a_weight_that_the_graph_takes_from_a_packed_one_is_a_weight(tmp_path):
     model = with_packed_weights(multihead(tmp_path / "packed.onnx", changed=with_twins()))
     bundle = md.prune(model, tmp_path / "out", heads="auto", max_loss=1e-4, data=samples(3), **OPTIONS)

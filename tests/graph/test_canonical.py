@@ -302,7 +302,9 @@ def test_a_file_that_is_no_graph_is_refused(tmp_path):
     ("name", "reported"),
     [
         ("tiny-dynamic", "past and present keys and values are inputs and outputs"),
-        ("tiny-window", "past and present keys and values are inputs and outputs"),
+        pytest.param(
+            "tiny-window", "past and present keys and values are inputs and outputs", marks=pytest.mark.slow
+        ),
         ("tiny-preallocated", "TensorScatter updates the preallocated KV cache"),
     ],
 )

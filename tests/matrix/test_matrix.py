@@ -347,6 +347,7 @@ def test_cells_are_built_by_local_processes(bundles, tmp_path, run_cli):
     assert cells[0]["version"]
 
 
+@pytest.mark.slow
 def test_a_matrix_says_at_once_that_it_began_and_with_q_nothing_but_the_verdict(bundles, tmp_path, run_cli):
     plan = tmp_path / "plan.toml"
     plan.write_text(

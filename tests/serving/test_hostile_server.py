@@ -138,6 +138,7 @@ def test_a_server_or_model_that_is_not_there_is_unavailable(path, status):
     assert isinstance(error, BackendUnavailable)
 
 
+@pytest.mark.slow
 def test_a_server_with_another_certificate_is_unavailable():
     """Or with none at all: nothing is sent to it."""
 

@@ -104,6 +104,7 @@ def test_warm_up_is_a_golden_case(package, bundles):
     assert np.array_equal(data.reshape(list(entry.dims)), case.inputs["x"][0])
 
 
+@pytest.mark.slow
 def test_an_input_without_a_batch_prevents_batching(package):
     made = package("tiny-additive")
     found = config_of(made)
