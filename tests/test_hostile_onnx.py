@@ -110,7 +110,7 @@ MISHAPS = {"hangs": partial(time.sleep, 100), "cannot be interrupted": stubborn,
 @pytest.mark.parametrize(
     ("name", "verb"),
     [
-        ("hangs", "export"),
+        pytest.param("hangs", "export", marks=pytest.mark.slow),
         ("cannot be interrupted", "fuse"),
         ("crashes", "fuse"),
         ("crashes", "export"),

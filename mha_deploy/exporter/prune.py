@@ -221,6 +221,7 @@ def _split_projection(node: ir.Node, value: ir.Value | None) -> _HeadColumns:
 def _projection(node: ir.Node, value: ir.Value | None) -> _HeadColumns:
     rotary = made_by(value, "RotaryEmbedding")
     value = value if rotary is None else rotary.inputs[0]
+    value, factor = _scaled(value)
     columns, split = slice(None), made_by(value, "Split")
     if split is not None and value is not None:
         sizes = [dims(each)[-1] for each in split.outputs]
@@ -236,14 +237,27 @@ def _projection(node: ir.Node, value: ir.Value | None) -> _HeadColumns:
         fits = [(tensor, other) for tensor, other in held if tensor is not None and len(tensor.shape) == 1]
         if not fits or fits[0][0] is None:
             raise _refused(node, f"{add.op_type} {add.name} before it")
-        bias, value = fits[0][0].numpy()[columns], fits[0][1]
+        bias, value = _times(factor, fits[0][0].numpy()[columns]), fits[0][1]
     matmul = made_by(value, "MatMul")
     weight = constant(input_at(matmul, 1))
     if matmul is None or weight is None or len(weight.shape) != 2 or matmul.inputs[0] is None:
         before = None if value is None else value.producer()
         got = "an input of the model" if before is None else f"{before.op_type} {before.name} before it"
         raise _refused(node, got)
-    return _HeadColumns(matmul.inputs[0], weight.numpy()[:, columns], bias, rotary)
+    return _HeadColumns(matmul.inputs[0], _times(factor, weight.numpy()[:, columns]), bias, rotary)
+
+
+def _scaled(value: ir.Value | None) -> tuple[ir.Value | None, float]:
+    """What is multiplied by one number, and the number: Whisper and BART scale their queries so."""
+    mul = made_by(value, "Mul")
+    for at, number in enumerate([constant(each) for each in mul.inputs] if mul is not None else ()):
+        if mul is not None and number is not None and number.size == 1:
+            return mul.inputs[1 - at], float(number.numpy().item())
+    return value, 1.0
+
+
+def _times(factor: float, array: np.ndarray) -> np.ndarray:
+    return (array * factor).astype(array.dtype)
 
 
 # -- The loss of removing heads ---------------------------------------------------------------------

@@ -347,6 +347,7 @@ def test_attention_of_a_file_that_is_not_fused_is_counted_by_check_and_inspect(r
     assert found["opset"] == 18
 
 
+@pytest.mark.slow
 def test_a_bundle_whose_attention_could_not_be_fused_is_told_why(run_cli, tmp_path):
     pytest.importorskip("tensorrt_rtx")
     path, bundle = attention(tmp_path / "odd.onnx", axes=(-2,), size=16), tmp_path / "bundle"

@@ -162,6 +162,7 @@ def test_inspect_names_the_profiles(engines, run_cli, name):
     assert {row[0] for row in rows if len(row) > 1 and "_mha_v" in row[1]} == {"prefill", "decode"}
 
 
+@pytest.mark.slow
 def test_build_engine_prints_the_profiles_it_was_given(bundles, run_cli, tmp_path):
     pytest.importorskip("tensorrt_rtx", reason="TensorRT-RTX is not installed")
     bundle = shutil.copytree(bundles("tiny-dynamic").path, tmp_path / "bundle")

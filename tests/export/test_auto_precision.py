@@ -154,6 +154,7 @@ def large_scores(tmp_path_factory):
     return exported("fill -1e9", tmp_path_factory.mktemp("large") / "bundle", 2e3, golden=["opt"])[1]
 
 
+@pytest.mark.slow
 def test_what_stays_in_fp32_is_not_clamped_and_has_no_finding_about_fp16(large_scores):
     plan = large_scores.manifest.checks["mixed precision"]
     assert plan["clamped"] == []

@@ -105,6 +105,7 @@ def test_a_full_call_begins_with_an_empty_cache(ragged):
     assert lengths.tolist() == [0, 0, 0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("name", "ranges"),

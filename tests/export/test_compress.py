@@ -246,6 +246,7 @@ def test_before_opset_19_the_same_gemms_are_quantized_from_wide_weights(bundles,
             assert relative(got.astype(float), true.astype(float)) < 0.02
 
 
+@pytest.mark.slow
 def test_a_layer_of_one_size_is_quantized(tmp_path):
     bundle = md.export(
         "tiny-mqa", tmp_path / "out", axes={"B": "2", "S": "8"}, precision="int8", golden=("opt",)
@@ -369,6 +370,7 @@ def hidden(tmp_path_factory):
     return cache(lambda name: md.export(path, folder / name, precision=name, **options))
 
 
+@pytest.mark.slow
 def test_gemms_and_attentions_in_eight_bits_are_counted_apart(hidden, run_cli):
     manifest = hidden("fp8").manifest
     names = {each.name for each in manifest.loss.layers if each.is_compressed}

@@ -148,6 +148,7 @@ def test_prompts_have_one_length_where_not_every_input_by_token_has_the_batch():
 NAMED = {"keys": "keys_out", "values": "values_out"}
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("change", "got", "near"),
@@ -253,6 +254,7 @@ def near_positions():
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [cached_models.forgotten_values, pytest.param(near_positions, marks=pytest.mark.slow)]
 )

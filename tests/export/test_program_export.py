@@ -495,6 +495,7 @@ class Normed(nn.Module):
         return self.norms[2](self.linear(y.mean((2, 3))))
 
 
+@pytest.mark.slow
 def test_weights_with_a_batch_norm_in_them_are_rounded_once():
     torch.manual_seed(0)
     module = Normed().half().eval()

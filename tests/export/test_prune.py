@@ -77,6 +77,24 @@ def test_what_changes_nothing_is_in_no_way(tmp_path):
     np.testing.assert_allclose(outputs(bundle.path / "source.onnx"), outputs(model), atol=1e-4)
 
 
+def with_scaled_queries(path):
+    """Whisper and BART multiply the projected queries by a number."""
+    model = onnx.load(path)
+    projection = next(each for each in model.graph.node if each.name == "q")
+    projection.output[0] = "q.before"
+    model.graph.node.insert(1, helper.make_node("Mul", ["q.before", "q.factor"], ["q.y"], "q_scaled"))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(0.5), "q.factor"))
+    onnx.save(model, path)
+    return path
+
+
+def test_a_number_that_scales_the_queries_is_in_no_way(tmp_path):
+    model = with_scaled_queries(transformer(tmp_path / "twins.onnx", changed=with_twins(), split=True))
+    bundle = md.prune(model, tmp_path / "out", heads="auto", max_loss=1e-4, data=samples(3), **OPTIONS)
+    assert bundle.manifest.attention[0]["Hq"] == HEADS - 1
+    np.testing.assert_allclose(outputs(bundle.path / "source.onnx"), outputs(model), atol=1e-4)
+
+
 def test_columns_are_found_in_any_layout(tmp_path):
     """In that of `nn.MultiheadAttention`: lengths first, and heads as a part of the batch.
 
@@ -217,6 +235,7 @@ def test_keys_beside_those_of_an_input_are_a_cache_whose_heads_stay(tmp_path):
     assert "KV cache" in refused.value.got
 
 
+@pytest.mark.slow
 def test_a_preallocated_cache_is_the_reason_why_heads_stay(tmp_path):
     with pytest.raises(md.DeployError, match="KV cache"):
         md.prune(md.load_model(cached_models.in_place()), tmp_path / "out", heads=1)

@@ -407,6 +407,7 @@ def exported():
     return export
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     "graph",

@@ -60,6 +60,7 @@ def test_names_types_and_sizes_come_from_the_manifest(package):
     assert found.instance_group[0].kind == found.instance_group[0].KIND_CPU
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_run_here_and_is_left_out_is_named(bundles, tmp_path):
     pytest.importorskip("tensorrt_rtx")
     bundle = md.open_bundle(shutil.copytree(bundles("tiny-mha").path, tmp_path / "bundle"))

@@ -306,6 +306,7 @@ def test_the_first_case_that_is_wrong_is_looked_into(bundles):
     assert (found.outcome, found.case == usual.name) == ("failed", False)
 
 
+@pytest.mark.slow
 def test_attentions_are_judged_on_the_case_that_is_wrong(own_bundles, broken, monkeypatch):
     """As with a window that only long contexts show: the attentions of the usual case are right."""
     bundle = own_bundles()
@@ -340,6 +341,7 @@ def test_one_of_our_own_layers(bundles, tmp_path):
     assert found.first_node.node == "attention"
 
 
+@pytest.mark.slow
 def test_values_that_a_lowered_graph_does_not_have_are_left_out(tmp_path):
     """As of an engine with the plugin, whose GEMMs read FP8: no operand of theirs can be an output."""
     bundle = md.export("tiny-gqa", tmp_path / "fp8", precision="fp8", weight_scales="tensor", golden=("opt",))

@@ -672,6 +672,7 @@ def test_samples_of_two_values_are_those_of_each_alone():
         assert len(got["fp32"].samples[name]) == count + got["fp32"].branches
 
 
+@pytest.mark.slow
 def test_a_large_weight_is_in_fp64_only_while_it_is_used(monkeypatch):
     monkeypatch.setattr("mha_deploy.exporter.file_program._MOST_WIDE", 1 << 20)
     size, count = 1024, 10

@@ -55,6 +55,7 @@ def test_outputs_of_every_kind_and_rank_and_operands_by_keyword(edge_bundles):
     assert all(case.oracle["logits"].dtype == np.float64 for case in golden_cases(bundle))
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("factory", "outputs", "attentions"),

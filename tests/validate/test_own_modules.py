@@ -111,6 +111,7 @@ class Hiding(torch.nn.Module):
         return (weights.nan_to_num(0.0) if self.zeros else weights) @ v
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("zeros", [True, False])
 def test_a_full_mask_is_left_out_where_the_module_gives_nan(tmp_path, zeros):
