@@ -80,6 +80,8 @@ def read_options(record: type[Record], given: Mapping[str, Any], *others: str) -
     own = {each.name: each for each in fields(record)}  # type: ignore[arg-type]
     known = {*own, *others}
     if unknown := [name for name in given if name not in known]:
+        if unknown[0] in {name for name, _ in _OF_PROCESS.values()}:
+            raise TypeError(f"{unknown[0]} is an option of the process: md.configure({unknown[0]}=...)")
         raise TypeError(f"there is no option {unknown[0]!r}: {nearest(unknown[0], known)}")
     return record(**{name: _typed(own[name], value) for name, value in given.items() if name in own})
 

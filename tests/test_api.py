@@ -110,6 +110,8 @@ def test_options_that_a_function_does_not_have_are_refused(tmp_path):
             call("tiny-mha", tmp_path / "x", nonsense=1)
         with pytest.raises(TypeError, match="did you mean 'precision'"):
             call("tiny-mha", tmp_path / "x", precison="fp16")
+        with pytest.raises(TypeError, match="configure"):
+            call("tiny-mha", tmp_path / "x", trust_code=True)
 
 
 WRONG_VALUES = [

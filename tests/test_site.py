@@ -30,6 +30,8 @@ def test_the_site_builds_strictly(tmp_path):
     reference = (tmp_path / "site/api/index.html").read_text(encoding="utf-8")
     for name in ("deploy", "validate", "open_bundle", "Deployable"):
         assert f".{name}" in reference
+    compare = (tmp_path / "site/compare/index.html").read_text(encoding="utf-8")
+    assert "/blob/main/examples/ci/upgrade.yml" in compare, "files outside docs/ are in the repository"
 
 
 # -- The notebook ----------------------------------------------------------------------------------

@@ -196,7 +196,9 @@ def deploy(
     def lines() -> Iterator[RenderableType]:
         yield verdict
         if done.engine and not (done.engine.manifest.all_fused or options["allow_decomposed"]):
-            yield "try: --allow-decomposed takes attention that is not fused: slower"
+            is_any = bool(done.engine.manifest.verdict.nodes)
+            what = "attention that is not fused: slower" if is_any else "a model without attention"
+            yield f"try: --allow-decomposed takes {what}"
         if (tried := done.candidates_table()) is not None and done.chosen is not None:
             yield from (tables.render(tried), f"chosen: {done.chosen.name}: {done.why}")
         yield tables.bundle_renderable(done.bundle)
@@ -626,7 +628,7 @@ def bench(
     json: bool = JSON,
     **options: Any,
 ) -> Result | None:
-    """Time engines, ONNX Runtime and the PyTorch baselines side by side, over batch sizes and lengths."""
+    """Time engines, ONNX Runtime and the PyTorch baselines side by side, on an NVIDIA GPU."""
     from mha_deploy.cli import tables
 
     if replay is not None:

@@ -393,6 +393,9 @@ class Packaging:
         if self.repository.exists() and not self.repository.is_dir():
             hint = "--triton FOLDER, which is created if it does not exist"
             raise DeployError("The model repository is not a folder.", got=self.repository, hint=hint)
+        if self.repository.resolve().is_relative_to(self.bundle.path.resolve()):
+            what = "The model repository would be inside the bundle."
+            raise DeployError(what, got=self.repository, hint="--triton FOLDER, elsewhere")
         check_folder(place, within=place.parent)
         if not place.exists() or not any(place.iterdir()):
             return

@@ -75,6 +75,14 @@ def test_an_engine_that_cannot_run_here_and_is_left_out_is_named(bundles, tmp_pa
     assert f"=={engine.manifest.version}" in readme, "so it is installed"
 
 
+def test_a_repository_inside_the_bundle_is_refused(bundles):
+    bundle = bundles("tiny-gqa")
+    for place in (bundle.path, bundle.path / "models"):
+        with pytest.raises(md.DeployError, match="inside the bundle"):
+            md.package(bundle, place)
+    assert not (bundle.path / "models").exists()
+
+
 def test_the_repository_carries_a_wheel_of_this_version(package):
     made = package("tiny-gqa")
     (wheel,) = made.path.rglob("*.whl")
