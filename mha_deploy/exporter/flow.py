@@ -149,6 +149,7 @@ class ExportSource(ABC):
     def trace(self, planned: PlannedTrace) -> DecodeTrace:
         """What decoding must give, of a model with a KV cache."""
         found: DecodeTrace = self.capture.trace(self.spec, planned)
+        self.notes += self.capture.notes
         return found
 
     def draw(self, planned: PlannedCase) -> Arrays:

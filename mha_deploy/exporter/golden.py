@@ -100,6 +100,7 @@ class Capture(ABC):
         self.module, self.precision, self.seed, self._outputs = module, precision, seed, tuple(outputs)
         self.change: Callable[[Feeds], Feeds] = dict  # of what was drawn
         self.cached: Mapping[str, str] = {}  # KV caches of which a golden case keeps the new entries only
+        self.notes: list[str] = []  # what a reader should know of what was captured
 
     @abstractmethod
     def draw(self, planned: PlannedCase) -> Feeds:
@@ -263,6 +264,29 @@ def _refuse_difference(got: Arrays, name: str, cache: KVCache, true: Arrays, wha
     """Refuse outputs by token that other calls change: in FP64, where no rounding explains it."""
     outputs, wanted = ({key: each[key] for key in cache.outputs} for each in (got, true))
     refuse_large_error(name, outputs, wanted, _SAME_CALLS, what, hint)
+
+
+def _whole_masks(cache: KVCache, feeds: Feeds) -> list[str]:
+    """The masks of whole numbers or booleans over all tokens so far, by batch element."""
+    return [name for name, axis in cache.by_context.items() if axis and not feeds[name].is_floating_point()]
+
+
+def _where_seen(got: Arrays, true: Arrays, cache: KVCache, feeds: Feeds) -> Arrays:
+    """Results that are those of `true` for tokens that a mask hides from all queries, such as padding.
+
+    The query of such a token may have no key that it sees, and then attends to all keys of its call alike.
+    """
+    found = dict(got)
+    for mask in _whole_masks(cache, feeds):
+        seen = feeds[mask].ne(0).movedim(cache.by_context[mask], -1)
+        hidden = ~(seen if seen.dim() == 2 else seen.flatten(1, -2).any(1)).numpy()
+        for name, axis in cache.outputs.items():
+            tokens = np.moveaxis(found[name], axis, 1) if axis else found[name]
+            if tokens.shape[:2] == hidden.shape:
+                part = tokens.copy()
+                part[hidden] = np.moveaxis(true[name], axis, 1)[hidden]
+                found[name] = np.moveaxis(part, 1, axis)
+    return found
 
 
 # -- Of a catalog layer, which runs in FP64 itself -------------------------------------------------
@@ -443,7 +467,18 @@ class ModuleCapture(Capture):
         decoding = (where, cache, true, _DIFFERENT_CALLS, _decoding_hint(cache))
         if not cache.is_preallocated:
             if all(np.isfinite(true[name]).all() for name in cache.outputs):  # else refused with its cause
-                _refuse_difference(run(empty, other, mode), *decoding)
+                got = run(empty, other, mode)
+                _refuse_difference(_where_seen(got, true, cache, feeds), *decoding)
+                try:
+                    _refuse_difference(got, *decoding)
+                except ExportError:
+                    feeds |= {name: torch.ones_like(feeds[name]) for name in _whole_masks(cache, feeds)}
+                    true = run(empty, whole, mode)
+                    _refuse_difference(run(empty, other, mode), where, cache, true, *decoding[3:])
+                    self.notes.append(
+                        f"trace {where}: without padding; what a padded token gives depends on which tokens "
+                        "come in one call"
+                    )
         else:
             what = "A KV cache that holds other numbers where no token wrote changes the outputs."
             hint = "let tokens attend only to entries that were written, up to their own position"

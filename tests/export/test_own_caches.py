@@ -7,6 +7,7 @@ import numpy as np
 import own_models
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 import mha_deploy as md
 from mha_deploy.bundle.cases import plan_trace, position_inputs
@@ -275,6 +276,46 @@ def test_a_mask_that_begins_again_in_every_call_is_refused(make, tmp_path):
     """Also where the rest of the model makes little of it, and where the prompt fills the longest call."""
     with pytest.raises(ExportError, match="one call with all tokens"):
         md.export(make(), tmp_path / "bundle", precision="fp16", golden=("min",))
+
+
+class PaddedDecoder(own_models.Decoder):
+    """Hides keys by the lowest number: a query whose keys are all hidden attends to all of its call alike."""
+
+    def forward(self, ids, padding, past_key, past_value, past_key_1, past_value_1):
+        P, S = past_key.shape[2], ids.shape[1]
+        at = torch.arange(S, device=ids.device) + P
+        seen = torch.arange(P + S, device=ids.device) <= (at if self.attended else at - P)[:, None]
+        hidden = ~(seen & (padding[:, None, None] > 0))
+        mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(torch.float32).min)
+        x = self.tokens(ids) + self.positions(at)
+        x, key, value = self.blocks[0](x, past_key, past_value, mask)
+        x, key_1, value_1 = self.blocks[1](x, past_key_1, past_value_1, mask)
+        return self.head(x), key, value, key_1, value_1
+
+
+def padded(**options):
+    """Sequences of which one is padded on the left."""
+    made = own_models.decoder()
+    given = torch.ones(2, 11, dtype=torch.int64)
+    given[1, :3] = 0
+    torch.manual_seed(0)
+    inputs = {"ids": made.inputs["ids"], "padding": md.Example(given, "B", "P+S"), **made.inputs}
+    outputs = ("logits", *own_models.CACHED.values())
+    return replace(made, module=PaddedDecoder(**options), inputs=inputs, outputs=outputs)
+
+
+def test_padding_whose_queries_see_no_key_is_not_decoded(tmp_path):
+    bundle = md.export(padded(), tmp_path / "bundle", precision="fp32", golden=("min",))
+    assert any("without padding" in note for note in bundle.manifest.notes)
+    (trace,) = bundle.manifest.traces
+    held = load_file(bundle.path / trace.file)
+    assert (held["inputs/tokens/padding"] == 1).all()
+
+
+@pytest.mark.slow
+def test_padding_does_not_hide_a_mask_that_begins_again(tmp_path):
+    with pytest.raises(ExportError, match="one call with all tokens"):
+        md.export(padded(attended=False), tmp_path / "wrong", precision="fp32", golden=("min",))
 
 
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
