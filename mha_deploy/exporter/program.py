@@ -436,6 +436,8 @@ def _write_for_onnx(program: ExportedProgram) -> None:
                 _attend_over_four_axes(graph, node)
         elif node.target in (*_SPLITS, *_CHUNKS):
             _split_by_slices(graph, node)
+        elif node.target in (_aten.index_put.default, _aten.index_put_.default):
+            _write_masked_by_where(graph, node)
         elif node.target is _aten._is_all_true.default:
             node.target = _aten.all.default
         elif node.target in (_aten.rsub.Scalar, _aten.sub.Tensor) and len(node.args) == 2:
@@ -470,6 +472,30 @@ def _split_by_slices(graph: Graph, node: Node) -> None:
             sliced.meta = part.meta
             part.replace_all_uses_with(sliced)
             graph.erase_node(part)
+    graph.erase_node(node)
+
+
+def _write_masked_by_where(graph: Graph, node: Node) -> None:
+    """Write `x[mask] = value` as a selection: in ONNX it is a list of places, which TensorRT may refuse."""
+    args: tuple[Any, ...] = node.args
+    tensor, indices, value, *accumulate = args
+    masks = [index for index in indices if index is not None]
+    if len(masks) != 1 or masks[0].meta["val"].dtype != torch.bool or any(accumulate):
+        return
+    emit, (mask,) = partial(_emit, graph, node), masks
+    own = tensor.meta["val"].dim() - indices.index(mask) - mask.meta["val"].dim()  # axes of an entry
+    given = value.meta["val"]
+    if given.dim() > own and given.numel() != 1:
+        return  # a value for each entry
+    with graph.inserting_before(node):
+        if given.dim() > own:
+            value = emit(_aten.reshape.default, value, [])
+        for _ in range(own):
+            mask = emit(_aten.unsqueeze.default, mask, -1)
+        result = emit(_aten.where.self, mask, value, tensor)
+        if node.target is _aten.index_put_.default:
+            result = emit(_aten.copy_.default, tensor, result)
+    node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 

@@ -331,7 +331,19 @@ class UnsafeParts(nn.Module):
         return one - other, first * second.flip(1)
 
 
-TRACED_AT_ONCE = [ComplexRotation, SharedHead, NumberMinusIntegers, Windows, FewerAndMoreAxes]
+class WrittenByMask(nn.Module):
+    """Numbers and vectors, written where a mask is true."""
+
+    def forward(self, x):
+        x, padded = x * 2, x[..., 0] > 0
+        x[padded] = 0
+        x[:, padded[0]] = 1
+        x = x.index_put((padded,), x[-1, 0] * 2 + 1)
+        x[x > 1] = x.new_tensor([-1.0])
+        return x
+
+
+TRACED_AT_ONCE = [ComplexRotation, SharedHead, NumberMinusIntegers, Windows, FewerAndMoreAxes, WrittenByMask]
 TRACED_AGAIN = [Parts, UnsafeParts]  # PyTorch refuses their ranges of sizes: three attempts fail before one
 
 
@@ -363,6 +375,8 @@ def test_what_pytorch_does_not_write_by_itself_is_rewritten(make):
     if isinstance(module, Together):  # each by itself has two axes; one is quicker
         axes["B"] = Axis(min=2, opt=2, max=2)
     exported = export_program(module, {"x": torch.randn(2, 6, 8)}, {"x": ("B", "S")}, axes)
+    if make is WrittenByMask:
+        assert "NonZero" not in {node.op_type for node in exported.model.graph}
     for sizes in ((3, 9), (1, 1)):
         x = torch.randn(2 if isinstance(module, Together) else sizes[0], sizes[1], 8)
         with torch.no_grad():

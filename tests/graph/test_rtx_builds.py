@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import onnx
 import onnx_ir as ir
 import pytest
 from attention_models import attention
@@ -67,6 +68,16 @@ def test_a_boolean_mask_is_added_and_does_not_become_a_list_of_blocks() -> None:
     lowered = lower(attention(Q, CROSS, dtype="fp16", mask=("bool", ("B", 1, 1, "T"))), "trt")
     built = build(lowered, profile(lowered))
     assert not [name for name in built.kernels if "Cums" in name or "Scat" in name], built.kernels
+
+
+def test_a_flip_along_a_computed_size_keeps_it() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 23]> g (float[B, S] x) => (float[B, L] y)
+    <int64[1] first = {0}, int64[1] last = {-1}, int64[1] lowest = {-9223372036854775808}>
+    { fewer = Slice (x, first, last, last)
+      flipped = Slice (fewer, last, lowest, last, last)
+      y = Add (flipped, fewer) }"""
+    model = lower(ir.from_proto(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text))), "trt")
+    build(model, profile(model))
 
 
 def test_decomposed_softcap_builds_without_a_fused_kernel() -> None:

@@ -1,4 +1,4 @@
-"""The operators around attention: RMS normalization, rotary embedding, KV-cache update."""
+"""The operators around attention: RMS normalization, rotary embedding, KV-cache update, flips."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from mha_deploy.graph.ir import NodeBuilder, dim, dims, input_at, made_by, rank
+from mha_deploy.graph.ir import NodeBuilder, constant_ints, dim, dims, input_at, made_by, rank
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.roles import ORT_DOMAIN
 
@@ -212,3 +212,17 @@ def _is_circular(node: ir.Node) -> bool:
 
 def _axis(node: ir.Node, rank: int) -> int:
     return (node.attributes.get_int("axis", -2) or 0) % rank
+
+
+# -- Slice, as PyTorch writes a flip ---------------------------------------------------------------
+
+_LOWEST = -(2**63)
+
+
+def slice_to_first(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
+    """Write a Slice back to the first entry with another end: at the lowest number TensorRT-RTX overflows."""
+    ends = constant_ints(node, 2)
+    if ends is None or _LOWEST not in ends:
+        return None
+    others = b.ints(*(max(end, _LOWEST + 1) for end in ends))
+    return b.op("Slice", *node.inputs[:2], others, *node.inputs[3:], name="flipped")

@@ -58,7 +58,14 @@ from mha_deploy.graph.ir import (
 from mha_deploy.graph.lower import cache as kv
 from mha_deploy.graph.lower import masks
 from mha_deploy.graph.lower.call import AttentionCall, LoweringError, OperatorRules, Outputs, split_heads
-from mha_deploy.graph.lower.operators import RMS_NORM, ROTARY, Rotary, read_rotary
+from mha_deploy.graph.lower.operators import (
+    RMS_NORM,
+    ROTARY,
+    Rotary,
+    read_rotary,
+    rms_norm_to_primitives,
+    rotary_to_primitives,
+)
 from mha_deploy.graph.lower.to_primitives import OPERATOR_RULES as PRIMITIVE_RULES
 from mha_deploy.graph.quantize import Fp8Gemm, read_fp8_gemm
 from mha_deploy.graph.roles import IN_ORDER, MOVES
@@ -665,9 +672,10 @@ def finish(model: ir.Model, options: PluginOptions) -> bool:
         write_fp8_with_what_computes_it(model)
     refuse_other_fp8(model)
     taken = prefixes_in(model)
-    for node in [each for each in model.graph.all_nodes() if is_op(each, ROTARY, RMS_NORM)]:
+    later = {ROTARY: rotary_to_primitives, RMS_NORM: rms_norm_to_primitives}
+    for node in [each for each in model.graph.all_nodes() if is_op(each, *later)]:
         b = NodeBuilder(prefix_within(node.name or node.op_type, taken))
-        replace_node(node, b, {0: PRIMITIVE_RULES[node.op_type](node, b)})
+        replace_node(node, b, {0: later[node.op_type](node, b)})
     CommonSubexpressionEliminationPass()(model)  # a mask is computed once for all layers
     RemoveUnusedNodesPass()(model)
     return True

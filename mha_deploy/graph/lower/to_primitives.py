@@ -20,6 +20,7 @@ from mha_deploy.graph.lower.operators import (
     rms_norm_to_primitives,
     rotary_to_primitives,
     scatter_to_primitives,
+    slice_to_first,
 )
 from mha_deploy.graph.lower.quantized import folded_scale, quantized_heads, requantized
 
@@ -29,6 +30,7 @@ OPERATOR_RULES = {
     "RotaryEmbedding": rotary_to_primitives,
     "TensorScatter": scatter_to_primitives,
     "RMSNormalization": rms_norm_to_primitives,
+    "Slice": slice_to_first,
 }
 """How the operators around attention are written."""
 

@@ -35,7 +35,7 @@ from mha_deploy.graph.ir import (
 )
 from mha_deploy.graph.lower import masks
 from mha_deploy.graph.lower.call import AttentionCall, LoweringError, OperatorRules, Outputs
-from mha_deploy.graph.lower.operators import keep_scatter
+from mha_deploy.graph.lower.operators import keep_scatter, slice_to_first
 from mha_deploy.graph.lower.quantized import write_operator
 from mha_deploy.graph.lower.to_primitives import (
     OPERATOR_RULES,
@@ -75,7 +75,8 @@ def quantized_to_trt(
 
 def operator_rules(options: TrtOptions) -> OperatorRules:
     """The rules for the operators around attention."""
-    return OPERATOR_RULES if options.decode_primitives else {"TensorScatter": keep_scatter}
+    kept: OperatorRules = {"TensorScatter": keep_scatter, "Slice": slice_to_first}
+    return OPERATOR_RULES if options.decode_primitives else kept
 
 
 def lower_to_trt(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> Outputs | None:
