@@ -105,10 +105,12 @@ def open_bundle(path: Path, *, verify: bool = True) -> Bundle:
         data = read_json(manifest_path)
     except (FileNotFoundError, NotADirectoryError) as error:
         hint = f"mha-deploy export MODEL -o {path}"
-        if path.exists():
-            hint = "a folder made by mha-deploy export MODEL -o FOLDER"
-        elif str(path) in catalog_names():
+        if (path.parent / MANIFEST).is_file():
+            hint = f"the folder of the bundle: {path.parent}"
+        elif str(path) in catalog_names() or path.suffix == ".onnx" or ":" in path.name:
             hint = f"the folder of a bundle; {path} is a model: mha-deploy deploy {path} makes one of it"
+        elif path.exists():
+            hint = "a folder made by mha-deploy export MODEL -o FOLDER"
         else:
             hint = hint_for_missing(path, hint, lambda each: (each / MANIFEST).is_file())
         raise BundleError("There is no bundle here.", got=path, hint=hint) from error

@@ -202,6 +202,7 @@ _OPERATORS: dict[str, Callable[[ir.Node, Target], bool]] = {
     "no-decode-operator-primitives": lambda node, target: True,
     "no-decode-operator": lambda node, target: True,
     "no-operator": lambda node, target: True,
+    "no-operator-rtx": lambda node, target: True,
     "fp8-gemm": lambda node, target: read_fp8_gemm(node) is not None,
     "fp8-gemm-gpu": lambda node, target: target.is_below(*LEAST_FP8) and read_fp8_gemm(node) is not None,
     "integer-cumsum": lambda node, target: _sums_integers(node),

@@ -196,7 +196,9 @@ def parse_into(rt: TensorRT, parser: Any, path: Path, names: NodeNames) -> None:
         text = f"{operator}: {parser_error.desc()}" if operator else str(parser_error.desc())
         found.append(_with_nodes([node] if node else [], text))
     got = "; ".join(dict.fromkeys(found)) or "no reason reported"
-    hint = "lower the graph for this target, or check which of its nodes the target takes"
+    hint = "write that part of the model with other operators, or another version of TensorRT"
+    if "NonZero" in got:
+        hint = "write x[mask] with torch.where, or use the backend tensorrt"
     if "zero point" in got.lower():
         hint = "quantize symmetrically: of ONNX Runtime's quantize_static, extra_options="
         hint += '{"ActivationSymmetric": True, "WeightSymmetric": True} with QInt8 for both'
