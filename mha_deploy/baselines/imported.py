@@ -30,7 +30,8 @@ class FileCases:
             source = bundle.file(SOURCE)
         if source is None:
             what = "The reference of an imported model is its ONNX file, which the bundle does not hold."
-            raise DeployError(what, got=spec.summary, hint=hint)
+            without = "or do without --fresh, --steps and --data, also in mha-deploy.toml"
+            raise DeployError(what, got=spec.summary, hint=f"{hint}; {without}")
         if not source.is_file():
             raise DeployError("There is no such file.", got=source, hint=hint)
         if (found := sha256(source)) != wanted:

@@ -354,7 +354,7 @@ def check_spec(spec: AttentionSpec) -> None:
         why = {"mask": " (the lengths of a preallocated cache are the padding)"}
         for name, value in _CACHED.items():
             got = f'cache = "{spec.cache}", {name} = {_toml(getattr(spec, name))}'
-            hint = f"{name} = {_toml(value)}{why.get(name, '')}"
+            hint = f"{name} = {_toml(value)} in a layer file{why.get(name, '')}"
             refuse(getattr(spec, name) != value, f"A cache does not go with this {name}.", got, hint)
     wanted = ("B", "S", "T") if spec.is_cross else ("B", "S", *_CACHE_AXES[spec.cache])
     for name in spec.axes:
