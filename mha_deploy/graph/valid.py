@@ -17,7 +17,20 @@ from onnx import GraphProto, SparseTensorProto, TensorProto, ValueInfoProto
 from onnx_ir.passes.common import InlinePass, RemoveInitializersFromInputsPass
 
 from mha_deploy.errors import DeployError
-from mha_deploy.graph.ir import infer_shapes, inner_graphs, light_proto, with_weights_of
+from mha_deploy.graph.ir import (
+    HALVES,
+    NodeBuilder,
+    infer_shapes,
+    inner_graphs,
+    input_at,
+    is_op,
+    light_proto,
+    nodes_in,
+    prefix_within,
+    prefixes_in,
+    replace_node,
+    with_weights_of,
+)
 from mha_deploy.text import printable
 
 OLDEST_OPSET = 7
@@ -59,6 +72,7 @@ def normalize(model: ir.Model, proto: onnx.ModelProto | None = None) -> ir.Model
     if any(_differs(model, function) for function in model.functions.values()):
         model = _with_functions_inlined(model)
     model.graph.name = model.graph.name or "main"
+    _write_out_norms(model)
     if any(value.type is None for value in model.graph.outputs):
         infer_shapes(model)
     if model.opset_imports.get("", 1) < OLDEST_OPSET:
@@ -67,6 +81,49 @@ def normalize(model: ir.Model, proto: onnx.ModelProto | None = None) -> ir.Model
     if not is_checked and (problem := why_invalid(model)) is not None:
         raise refusal(problem)
     return model
+
+
+_LAYER_NORM, _RMS_NORM = "LayerNormalization", "SimplifiedLayerNormalization"
+_LAYER_NORM_SINCE, _AXES_ARE_AN_INPUT, _AXES_MAY_BE_NEGATIVE = 17, 18, 11
+_NORMED = (*HALVES, ir.DataType.FLOAT)
+
+
+def _write_out_norms(model: ir.Model) -> None:
+    """Write out the norms that ONNX Runtime's optimizer puts into ONNX's operator set, which has none there.
+
+    What is used otherwise than the optimizer does is left, and is then not valid.
+    """
+    opset = model.opset_imports.get("", 1)
+    names = {_RMS_NORM, *([_LAYER_NORM] if opset < _LAYER_NORM_SINCE else [])}
+    names -= {each.name for each in model.functions.values() if each.domain == ""}  # its own of that name
+    norms = [node for node in nodes_in(model.graph) if is_op(node, *names)]
+    prefix = prefix_within("norm", prefixes_in(model)) if norms else ""
+    for at, node in enumerate(norms, 1):
+        x, scale, bias = (input_at(node, place) for place in range(3))
+        axis = node.attributes.get_int("axis", -1)
+        statistics = any(value.uses() or value.is_graph_output() for value in node.outputs[1:])
+        is_float = node.attributes.get_int("stash_type", 1) == ir.DataType.FLOAT
+        kind = None if scale is None else scale.dtype  # the type of the result, too
+        if x is None or scale is None or kind not in _NORMED or axis >= 0:
+            continue
+        if statistics or not is_float or opset < _AXES_MAY_BE_NEGATIVE:
+            continue
+        builder = NodeBuilder(f"{prefix}/{at}")
+        axes = list(range(axis, 0))
+
+        def mean(value: ir.Value, b: NodeBuilder = builder, axes: Sequence[int] = axes) -> ir.Value:
+            if opset < _AXES_ARE_AN_INPUT:
+                return b.op("ReduceMean", value, axes=list(axes))
+            return b.op("ReduceMean", value, b.ints(*axes))
+
+        wide = builder.cast(x, ir.DataType.FLOAT)
+        centered = wide if node.op_type == _RMS_NORM else builder.op("Sub", wide, mean(wide))
+        epsilon = builder.constant(node.attributes.get_float("epsilon", 1e-5), ir.DataType.FLOAT)
+        root = builder.op("Sqrt", builder.op("Add", mean(builder.op("Mul", centered, centered)), epsilon))
+        result = builder.op("Div", centered, root)
+        result = result if kind == ir.DataType.FLOAT else builder.cast(result, kind)
+        result = builder.op("Mul", result, scale)
+        replace_node(node, builder, {0: result if bias is None else builder.op("Add", result, bias)})
 
 
 def _join_aliases(imports: dict[str, int]) -> None:

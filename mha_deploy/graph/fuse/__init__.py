@@ -19,6 +19,7 @@ import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.fuse import foreign, rotary, values, write
+from mha_deploy.graph.fuse.foreign import in_onnx_operators
 from mha_deploy.graph.fuse.leftover import Leftovers
 from mha_deploy.graph.fuse.mask_pattern import FULLY_MASKED, Masks
 from mha_deploy.graph.fuse.pattern import (
@@ -60,7 +61,7 @@ from mha_deploy.graph.roles import MATMULS
 from mha_deploy.graph.valid import inline_functions, refuse_invalid, sort
 
 __all__ = ["FuseReport", "FusedAttention", "NotFused", "Repair", "UnfusedSoftmax"]
-__all__ += ["from_old_opset", "fuse_attention", "place_of", "share_tied_weights"]
+__all__ += ["from_old_opset", "fuse_attention", "in_onnx_operators", "place_of", "share_tied_weights"]
 
 TWICE = "the scores are computed once more: the file uses them elsewhere, too"
 UNBOUNDED = "scores beyond {:g} are not bounded as in the file"
