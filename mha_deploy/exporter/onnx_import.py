@@ -46,6 +46,7 @@ from mha_deploy.exporter.samples import sample_case, sample_parts
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph, with_outputs
 from mha_deploy.graph.fuse import from_old_opset, in_onnx_operators
+from mha_deploy.graph.fuse.values import put_sizes
 from mha_deploy.graph.ir import (
     constant_ints,
     constant_number,
@@ -164,11 +165,11 @@ class OnnxSource(ExportSource):
 
     def graph(self, folder: Path) -> ir.Model:
         """The graph of the file, with its attention fused."""
-        self.step("attention")
-        model = self.fuse(self.original)
         self.step("output shapes")
         outputs = self._output_dims()
         self._refuse_other_result()
+        self.step("attention")
+        model = self.fused()
         cached = self._find_cache(outputs)
         if self.auto:
             model = self.mixed(model, self.axes, folder)
@@ -186,6 +187,26 @@ class OnnxSource(ExportSource):
             summary=self.summary,
         )
         return model
+
+    def fused(self) -> ir.Model:
+        """The graph of the file, with its attention fused.
+
+        An axis of one size is that number in it: attention is compared with its original at no other.
+        """
+        model, numbers = self.original.clone(), dict[str, int]()
+        fixed = {name: axis.opt for name, axis in self.axes.items() if not axis.is_dynamic}
+        for value in model.graph.inputs:
+            sizes = [fixed.get(str(dim), dim) for dim in self.dims[str(value.name)]]
+            pairs = list(zip(value.shape or (), sizes, strict=True))
+            value.shape = ir.Shape(size if isinstance(size, int) else own for own, size in pairs)
+            named = ((own.value, size) for own, size in pairs if isinstance(own, ir.SymbolicDim))
+            numbers |= {name: size for name, size in named if name and isinstance(size, int)}
+        if numbers:
+            stated = [value.shape for value in model.graph.outputs]  # a name there may be of another size
+            put_sizes(model, numbers)
+            for value, shape in zip(model.graph.outputs, stated, strict=True):
+                value.shape = shape
+        return self.fuse(model)
 
     def capture_case(self, planned: PlannedCase) -> GoldenCase:
         """One golden case, on inputs that are drawn."""
@@ -670,7 +691,7 @@ def _precision_of(model: ir.Model) -> str:
 def open_graph(path: Path, axes: Axes) -> tuple[ModelSpec, ir.Model]:
     """A file with its attention fused, and its inputs over its axes; nothing of it is run."""
     source = OnnxSource(path, ExportOptions(), axes, {})
-    model = source.fuse(source.original)
+    model = source.fused()
     for value in model.graph.inputs:
         if value.name in source.dims:  # a dimension without a name has one there
             value.shape = ir.Shape(source.dims[str(value.name)])

@@ -315,6 +315,38 @@ def test_a_reshape_to_a_fixed_and_computed_sizes_is_named_with_the_size_at_which
     assert md.import_onnx(tmp_path / "fixed.onnx", tmp_path / "bundle", axes={"S": "16"}, golden=("opt",))
 
 
+def test_an_axis_that_is_fixed_is_so_where_attention_is_compared(tmp_path):
+    """PyTorch's legacy exporter writes the length of the example into the Reshape of a padding mask."""
+
+    class Padded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+        def forward(self, x, pad_mask):
+            return self.layer(x, src_key_padding_mask=pad_mask)
+
+    torch.manual_seed(0)
+    file, axes = tmp_path / "frozen.onnx", {0: "batch", 1: "seq"}
+    torch.onnx.export(
+        Padded().eval(),
+        (torch.randn(2, 20, 16), torch.zeros(2, 20, dtype=torch.bool)),
+        file,
+        input_names=["x", "pad_mask"],
+        output_names=["y"],
+        dynamic_axes={name: axes for name in ("x", "pad_mask", "y")},
+        opset_version=17,
+        dynamo=False,
+    )
+    with pytest.raises(ExportError) as caught:
+        md.import_onnx(file, tmp_path / "bundle")
+    assert 'axes={"seq": "20"' in caught.value.hint
+    bundle = md.import_onnx(file, tmp_path / "bundle", axes={"seq": "20"}, golden=("opt",))
+    assert not [note for note in bundle.manifest.notes if "not fused" in note]
+    assert len(bundle.manifest.attention) == 1
+    assert md.validate(bundle).passed
+
+
 def test_an_old_opset_is_refused(file, tmp_path):
     model = onnx.load(file)
     model.opset_import[0].version = 6

@@ -661,8 +661,14 @@ def fix_sizes(model: ir.Model) -> dict[ir.Value, ir.Shape]:
     numbers = {text: size for node, text, size in found if node in run}
     if not numbers:
         return {}
-    name = re.compile("|".join(rf"(?<![\w.]){re.escape(each)}(?![\w.])" for each in numbers))
     before = {value: value.shape for value in model.graph.inputs if value.shape is not None}
+    put_sizes(model, numbers)
+    return before
+
+
+def put_sizes(model: ir.Model, numbers: Mapping[str, int]) -> None:
+    """Write numbers for names of sizes, wherever a model states them."""
+    name = re.compile("|".join(rf"(?<![\w.]){re.escape(each)}(?![\w.])" for each in numbers))
     for value in (*model.graph.inputs, *(each for node in nodes_in(model.graph) for each in node.outputs)):
         dims = sizes_of(value) or []
         fixed = [
@@ -671,7 +677,6 @@ def fix_sizes(model: ir.Model) -> dict[ir.Value, ir.Shape]:
         ]
         if fixed != dims:
             value.shape = ir.Shape([int(each) if str(each).isdecimal() else each for each in fixed])  # type: ignore[arg-type]
-    return before
 
 
 _ODD = re.compile(r"[^\w\s.+*/(),-]")
