@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -46,7 +48,7 @@ from mha_deploy.exporter.samples import sample_case, sample_parts
 from mha_deploy.graph.attention_node import short_dtype
 from mha_deploy.graph.file import load_graph, with_outputs
 from mha_deploy.graph.fuse import from_old_opset, in_onnx_operators
-from mha_deploy.graph.fuse.values import put_sizes
+from mha_deploy.graph.fuse.values import infer_sizes, put_sizes
 from mha_deploy.graph.ir import (
     constant_ints,
     constant_number,
@@ -211,6 +213,11 @@ class OnnxSource(ExportSource):
     def capture_case(self, planned: PlannedCase) -> GoldenCase:
         """One golden case, on inputs that are drawn."""
         case = self.moderate_case(planned, self._graph_types())
+        for tensor in self.spec.outputs:
+            if (shape := case.eager[tensor.name].shape) != tensor.shape(case.sizes):
+                what = f"Output {tensor.name} has other sizes than those that its axes give."
+                got = f"{list(shape)}, not [{', '.join(map(str, tensor.dims))}], at {sizes_name(case.sizes)}"
+                raise ExportError(what, got=got, hint="--axis NAME=N fixes an axis")
         if case.name == "opt":
             self.spec = replace(self.spec, flops=case.flops)
         return case
@@ -549,16 +556,34 @@ class OnnxSource(ExportSource):
         return None
 
     def _output_dims(self) -> dict[str, tuple[Dim, ...]]:
-        """The dimensions of the outputs as sums of axes and numbers, found by running the file."""
+        """The dimensions of the outputs, found by running the file, and from what it says of them."""
         measured, dims = self.run_at_sizes(), {}
         for value in self.original.graph.outputs:
             name = str(value.name)
             shapes = [(sizes, got[name].shape) for sizes, got in measured]
             dims[name] = tuple(
-                _dim(name, [(sizes, shape[axis]) for sizes, shape in shapes], self.axes)
-                for axis in range(len(shapes[0][1]))
+                _dim(name, [(sizes, shape[at]) for sizes, shape in shapes], self.axes, said)
+                for at, said in enumerate(self._said_of(value, at) for at in range(len(shapes[0][1])))
             )
         return dims
+
+    def _said_of(self, value: ir.Value, at: int) -> Iterator[str]:
+        """What a size of an output is by the file, and by the sizes that follow from those of the inputs."""
+        for stated in (value.shape, self._inferred[str(value.name)]):
+            if stated is not None and at < len(stated):
+                yield str(stated[at])
+
+    @cached_property
+    def _inferred(self) -> dict[str, ir.Shape | None]:
+        """The sizes of the outputs as they follow from those of the inputs."""
+        model = self.original.clone()
+        for value in model.graph.inputs:
+            value.shape = ir.Shape(self.dims[str(value.name)])
+        for node in model.graph.all_nodes():
+            for value in node.outputs:
+                value.shape = None
+        infer_sizes(model)
+        return {str(value.name): value.shape for value in model.graph.outputs}
 
     # -- a decoder's KV cache -------------------------------------------------------------------
 
@@ -777,19 +802,43 @@ def _tied(
     }
 
 
-def _dim(name: str, measured: list[tuple[dict[str, int], int]], axes: Axes) -> Dim:
-    """The first axis, number or sum of two of them that has every measured size."""
+def _dim(name: str, measured: list[tuple[dict[str, int], int]], axes: Axes, said: Iterable[str]) -> Dim:
+    """The first axis, number, sum of two of them or multiple of one that has every measured size.
+
+    Else what is said of the size, such as `(T - 1)//4 + 1`. Where that has every measured size, the others
+    must have its sizes as well: a stride gives few different ones at small sizes.
+    """
+    stated = next((text for text in said if _gives(text, measured)), None)
+    if stated is not None:
+        ends = ({axis: getattr(axes[axis], end) for axis in axes} for end in ("min", "opt", "max"))
+        measured = [*measured, *((sizes, size_of(stated, sizes)) for sizes in ends)]
     at, size = measured[0]
     tried = [*(axis for axis in axes if axes[axis].is_dynamic), str(size)]
     for first in axes:
         tried += [f"{first}+{second}" for second in axes if second != first]
         tried += [f"{first}+{size - at[first]}"] if size > at[first] else []
+    tried += [f"{size // at[axis]}*{axis}" for axis in axes if at[axis] and size % at[axis] == 0]
+    tried += [] if stated is None else [_spelled(stated)]
     for dim in tried:
-        if all(size_of(dim, sizes) == found for sizes, found in measured):
+        if _gives(dim, measured):
             return int(dim) if dim.isdecimal() else dim
     got = "; ".join(f"{size} at {sizes_name(sizes)}" for sizes, size in measured)
     hint = "--axis NAME=N fixes an axis"
-    raise ExportError(f"A size of output {name} is not a sum of axes and numbers.", got=got, hint=hint)
+    raise ExportError(
+        f"A size of output {name} is not an expression of axes and numbers.", got=got, hint=hint
+    )
+
+
+def _spelled(dim: str) -> str:
+    """An expression without parentheses that it does not need, as PyTorch writes it."""
+    return re.sub(r" ([*/]+) ", r"\1", ast.unparse(ast.parse(dim, mode="eval")))
+
+
+def _gives(dim: str, measured: Iterable[tuple[dict[str, int], int]]) -> bool:
+    """Whether a dimension has every measured size."""
+    with suppress(KeyError, SpecError):  # of an output alone, or of something that only a run knows
+        return all(size_of(dim, sizes) == size for sizes, size in measured)
+    return False
 
 
 def _growth(taken: tuple[Dim, ...], made: tuple[Dim, ...]) -> tuple[int, str, str] | None:

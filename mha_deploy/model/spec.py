@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from fractions import Fraction
 from operator import add, floordiv, mod, mul, sub
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -133,16 +134,22 @@ class TensorSpec:
 
 
 _OPERATORS = {ast.Add: add, ast.Sub: sub, ast.Mult: mul, ast.FloorDiv: floordiv, ast.Mod: mod}
+_OPERATORS |= {ast.Div: lambda number, other: Fraction(number) / other}
 
 
 def size_of(dim: str, sizes: Sizes) -> int:
-    """The value of a dimension such as `P+S` or `(L - 5)//8 + 1`; a KeyError for an axis without a size."""
+    """The value of a dimension such as `P+S`, `(L - 5)//8 + 1` or `floor(T/4 + 3/4)`.
 
-    def value(node: ast.AST) -> int:
+    A KeyError for an axis without a size.
+    """
+
+    def value(node: ast.AST) -> int | Fraction:
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return int(_OPERATORS[type(node.op)](value(node.left), value(node.right)))
+            return _OPERATORS[type(node.op)](value(node.left), value(node.right))
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return -value(node.operand)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "floor" and len(node.args) == 1:
+            return math.floor(value(node.args[0]))
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return node.value
         if isinstance(node, ast.Name):
@@ -154,7 +161,10 @@ def size_of(dim: str, sizes: Sizes) -> int:
         )
 
     try:
-        return value(ast.parse(dim, mode="eval").body)
+        size = value(ast.parse(dim, mode="eval").body)
+        if size != int(size):
+            raise ValueError(size)
+        return int(size)
     except (SyntaxError, ValueError, RecursionError, ZeroDivisionError) as error:
         raise SpecError(
             "A dimension is not an expression of axes and whole numbers.",

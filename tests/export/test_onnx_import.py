@@ -263,17 +263,81 @@ def test_an_attention_that_is_nan_where_the_outputs_are_not_is_no_reference(tmp_
     assert made.manifest.layers is None
 
 
-def test_a_size_that_is_a_product_of_axes_is_refused(tmp_path):
-    flat = helper.make_graph(
-        [helper.make_node("Reshape", ["x", "shape"], ["y"])],
-        "flat",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["A", "C"])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)],
-        [helper.make_tensor("shape", TensorProto.INT64, [1], [-1])],
+class Speech(nn.Module):
+    """Two strided convolutions, and attention between what they leave."""
+
+    def __init__(self, padding):
+        super().__init__()
+        self.first = nn.Conv1d(4, 16, 3, stride=2, padding=padding)
+        self.second = nn.Conv1d(16, 16, 3, stride=2, padding=padding)
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x):
+        x = self.second(self.first(x)).transpose(1, 2)
+        B, S, _ = x.shape
+        q, k, v = (t.reshape(B, S, 2, 8).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        scores = q @ k.transpose(-1, -2) * 8**-0.5
+        return x + (scores.softmax(-1) @ v).transpose(1, 2).reshape(B, S, 16)
+
+
+@pytest.mark.parametrize(
+    ("padding", "axis", "stated"),
+    [(1, "1:16:32", "T2"), (0, "7:24:40", "T2"), (1, "1:9:24", "(((T - 1)//4)) + 1")],
+)
+def test_a_size_behind_strided_convolutions_is_that_of_the_file(padding, axis, stated, tmp_path):
+    torch.manual_seed(0)
+    torch.onnx.export(
+        Speech(padding).eval(),
+        torch.randn(2, 4, 24),
+        tmp_path / "speech.onnx",
+        input_names=["x"],
+        output_names=["y"],
+        dynamic_axes={"x": {0: "batch", 2: "T"}, "y": {0: "batch", 1: "T2"}},
+        opset_version=17,
+        dynamo=False,
     )
-    onnx.save(helper.make_model(flat, opset_imports=[helper.make_opsetid("", 18)]), tmp_path / "flat.onnx")
-    with pytest.raises(md.DeployError, match="not a sum of axes"):
-        md.import_onnx(tmp_path / "flat.onnx", tmp_path / "bundle")
+    model = onnx.load(tmp_path / "speech.onnx")
+    model.graph.output[0].type.tensor_type.shape.dim[1].dim_param = stated
+    onnx.save(model, tmp_path / "speech.onnx")
+    axes = {"batch": "1:2:3", "T": axis}
+    bundle = md.import_onnx(
+        tmp_path / "speech.onnx", tmp_path / "bundle", axes=axes, golden=("opt", "min", "large")
+    )
+    (y,) = bundle.manifest.spec.outputs
+    for T in range(bundle.manifest.spec.axes["T"].min, 100):
+        after = (((T + 2 * padding - 3) // 2 + 1) + 2 * padding - 3) // 2 + 1
+        assert y.shape({"batch": 2, "T": T}) == (2, after, 16)
+    assert md.validate(bundle).passed
+
+
+@pytest.mark.parametrize(
+    ("nodes", "sizes"),
+    [
+        ("y = Resize(x, , scales)", ("B", 4, "2*h", "3*w")),
+        ("y = DepthToSpace<blocksize = 2>(x)", ("B", 1, "2*h", "2*w")),
+        ("y = Reshape(x, flat)", ("B", "4*h*w")),
+    ],
+)
+def test_a_size_that_is_a_multiple_or_a_product_of_axes(nodes, sizes, tmp_path):
+    rank = ", ".join(f"n{at}" for at in range(len(sizes)))
+    text = f"""<ir_version: 9, opset_import: ["" : 18]> g (float[B, 4, h, w] x) => (float[{rank}] y)
+    <float[4] scales = {{1.0, 1.0, 2.0, 3.0}}, int64[2] flat = {{0, -1}}> {{ {nodes} }}"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    bundle = md.import_onnx(
+        tmp_path / "model.onnx",
+        tmp_path / "bundle",
+        axes={"h": "1:6:8", "w": "1:4:8"},
+        golden=("opt", "large"),
+    )
+    assert [tensor.dims for tensor in bundle.manifest.spec.outputs] == [sizes]
+
+
+def test_a_size_that_only_the_numbers_give_is_refused(tmp_path):
+    text = """<ir_version: 9, opset_import: ["" : 18]>
+    found (float[A, C] x) => (int64[2, N] y) { some = Relu(x) y = NonZero(some) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "found.onnx")
+    with pytest.raises(md.DeployError, match="not an expression of axes"):
+        md.import_onnx(tmp_path / "found.onnx", tmp_path / "bundle")
 
 
 @pytest.mark.slow
