@@ -459,12 +459,15 @@ class OnnxSource(ExportSource):
             for name in lengths
             for first, second in combinations([each for each in self.axes if each not in (name, *batches)], 2)
         )
+        tried.append({})  # none: larger sizes may do
         tried += ({name: number} for name in own for number in numbers)
         tried += ({name: other} for name, other in pairs if (name, other) not in alike)
         if len(lengths) > 2:
             tried.append(dict.fromkeys(lengths[1:], lengths[0]))
         for ties in tried:
             self.dims, self.axes = _tied(*before, ties)
+            if not ties and self._runs_with_more(lengths):
+                return
             if self._fails() is None:
                 for name in [each for each in ties if len(ties) > 1]:  # as few as suffice
                     fewer = {each: other for each, other in ties.items() if each != name}
@@ -476,6 +479,25 @@ class OnnxSource(ExportSource):
                 self.notes.append(f"the file runs only where sizes agree: {shown}; {hint}")
                 return
         self.dims, self.axes = before
+
+    def _runs_with_more(self, lengths: Sequence[str]) -> bool:
+        """Raise the least sizes of axes where the file runs with larger ones only; whether it does."""
+        before, most = self.axes, _LENGTH.opt
+        self.axes = {**before, **{name: replace(before[name], min=most) for name in lengths}}
+        if not lengths or self._fails() is not None:
+            self.axes = before
+            return False
+        for least in range(most, 0, -1):
+            sizes = {name: least if name in lengths else axis.opt for name, axis in self.axes.items()}
+            try:
+                self._session.run(self.draw(PlannedCase(name=f"length {least}", sizes=sizes)))
+            except DeployError:
+                break
+            self.axes = {**before, **{name: replace(before[name], min=least) for name in lengths}}
+        shown = ", ".join(f"{name} = {self.axes[name].min}" for name in lengths)
+        hint = f"--axis {lengths[0]}=min:opt:max chooses another range"
+        self.notes.append(f"the file does not run at fewer than {shown}; {hint}")
+        return True
 
     def run_at_sizes(self) -> list[tuple[dict[str, int], Arrays]]:
         """What the file gives at several sizes of its axes; refuses a file that does not run there."""

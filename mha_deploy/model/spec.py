@@ -173,6 +173,11 @@ def size_of(dim: str, sizes: Sizes) -> int:
         ) from error
 
 
+def axes_in(dim: Dim) -> set[str]:
+    """The names in a dimension, such as P and S in `P+S`."""
+    return set(re.findall(r"[^\W\d]\w*", str(dim)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class CachedTensor:
     """One tensor of a KV cache."""
@@ -423,7 +428,7 @@ class ModelSpec(NamedAxes):
         if not isinstance(name, str) or name not in self.axes:
             return None
         tensors = (*self.inputs, *self.outputs)
-        elsewhere = (name in str(dim).split("+") for tensor in tensors for dim in tensor.dims[1:])
+        elsewhere = (name in axes_in(dim) for tensor in tensors for dim in tensor.dims[1:])
         taken = any(tensor.dims[:1] == (name,) for tensor in self.inputs)
         return name if taken and not any(elsewhere) else None
 

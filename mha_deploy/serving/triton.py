@@ -32,7 +32,7 @@ from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError, ValidationFailed, nearest
 from mha_deploy.files import PathPart, read_json, read_regular
 from mha_deploy.metrics import relative_error
-from mha_deploy.model.spec import ModelSpec, TensorSpec
+from mha_deploy.model.spec import ModelSpec, TensorSpec, axes_in
 from mha_deploy.options import PackageOptions
 from mha_deploy.output import (
     TOOL,
@@ -332,7 +332,7 @@ class Packaging:
         for tensor in (*self.spec.inputs, *self.spec.outputs):
             if not tensor.dims or tensor.dims[0] != batch:
                 return f"the first dimension of {tensor.name} is not the batch {batch}: {tensor.dims}"
-            if any(batch in str(dim).split("+") for dim in tensor.dims[1:]):
+            if any(batch in axes_in(dim) for dim in tensor.dims[1:]):
                 return f"the batch is not only the first dimension of {tensor.name}: {tensor.dims}"
         profiles = [(each, *profile) for each in self.engines for profile in enumerate(each.manifest.ranges)]
         for engine, index, ranges in profiles:

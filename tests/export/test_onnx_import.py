@@ -282,7 +282,7 @@ class Speech(nn.Module):
 
 @pytest.mark.parametrize(
     ("padding", "axis", "stated"),
-    [(1, "1:16:32", "T2"), (0, "7:24:40", "T2"), (1, "1:9:24", "(((T - 1)//4)) + 1")],
+    [(1, "1:16:32", "T2"), (0, None, "T2"), (1, "1:9:24", "(((T - 1)//4)) + 1")],
 )
 def test_a_size_behind_strided_convolutions_is_that_of_the_file(padding, axis, stated, tmp_path):
     torch.manual_seed(0)
@@ -299,11 +299,12 @@ def test_a_size_behind_strided_convolutions_is_that_of_the_file(padding, axis, s
     model = onnx.load(tmp_path / "speech.onnx")
     model.graph.output[0].type.tensor_type.shape.dim[1].dim_param = stated
     onnx.save(model, tmp_path / "speech.onnx")
-    axes = {"batch": "1:2:3", "T": axis}
+    axes = {"batch": "1:2:3"} | ({} if axis is None else {"T": axis})
     bundle = md.import_onnx(
         tmp_path / "speech.onnx", tmp_path / "bundle", axes=axes, golden=("opt", "min", "large")
     )
     (y,) = bundle.manifest.spec.outputs
+    assert bundle.manifest.spec.axes["T"].min == (1 if padding else 7)  # where anything is left of it
     for T in range(bundle.manifest.spec.axes["T"].min, 100):
         after = (((T + 2 * padding - 3) // 2 + 1) + 2 * padding - 3) // 2 + 1
         assert y.shape({"batch": 2, "T": T}) == (2, after, 16)
@@ -330,6 +331,16 @@ def test_a_size_that_is_a_multiple_or_a_product_of_axes(nodes, sizes, tmp_path):
         golden=("opt", "large"),
     )
     assert [tensor.dims for tensor in bundle.manifest.spec.outputs] == [sizes]
+
+
+def test_a_batch_that_is_also_in_another_size_is_none(tmp_path):
+    text = """<ir_version: 9, opset_import: ["" : 18]> pairs (float[batch, 8] x) => (float[batch, n] y) {
+        turned = Transpose <perm = [1, 0]> (x) one = MatMul(x, turned) y = Concat <axis = 1> (one, one)
+    }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "pairs.onnx")
+    spec = md.import_onnx(tmp_path / "pairs.onnx", tmp_path / "bundle", golden=("opt",)).manifest.spec
+    assert [tensor.dims for tensor in spec.outputs] == [("batch", "2*batch")]
+    assert spec.batch is None
 
 
 def test_a_size_that_only_the_numbers_give_is_refused(tmp_path):
