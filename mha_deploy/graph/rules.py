@@ -16,7 +16,7 @@ from mha_deploy.errors import DeployError, nearest
 from mha_deploy.graph.attention_node import AttentionNode, is_attention
 from mha_deploy.graph.ir import Dim, input_at, is_op, node_name, same_size
 from mha_deploy.graph.lower.cache import entries_name, read_cache
-from mha_deploy.graph.lower.operators import obstacle_to_update_in_place
+from mha_deploy.graph.lower.operators import is_list_of_places, obstacle_to_update_in_place
 from mha_deploy.graph.quantize import read_fp8_gemm
 from mha_deploy.model.spec import Axis
 
@@ -202,7 +202,7 @@ _OPERATORS: dict[str, Callable[[ir.Node, Target], bool]] = {
     "no-decode-operator-primitives": lambda node, target: True,
     "no-decode-operator": lambda node, target: True,
     "no-operator": lambda node, target: True,
-    "no-operator-rtx": lambda node, target: True,
+    "no-operator-rtx": lambda node, target: not is_op(node, "NonZero") or is_list_of_places(node),
     "fp8-gemm": lambda node, target: read_fp8_gemm(node) is not None,
     "fp8-gemm-gpu": lambda node, target: target.is_below(*LEAST_FP8) and read_fp8_gemm(node) is not None,
     "integer-cumsum": lambda node, target: _sums_integers(node),

@@ -204,3 +204,27 @@ def test_nodes_of_one_name_are_kept_apart() -> None:
         )
 
     agree(twice("one", "two"), to_opset(twice("act", "act"), 17), X, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("number", [np.float32(-2.0), np.arange(8, dtype=np.float32)])
+def test_one_number_where_a_mask_is_true_is_a_selection(number) -> None:
+    nodes = [
+        helper.make_node("Greater", ["x", "zero"], ["mask"]),
+        helper.make_node("NonZero", ["mask"], ["found"]),
+        helper.make_node("Transpose", ["found"], ["places"], perm=[1, 0]),
+        helper.make_node("ReduceSum", ["ones", "none"], ["count"], keepdims=0),
+        helper.make_node("Cast", ["mask"], ["ones"], to=TensorProto.INT64),
+        helper.make_node("Reshape", ["count", "last"], ["length"]),
+        helper.make_node("Expand", ["number", "length"], ["numbers"]),
+        helper.make_node("ScatterND", ["x", "places", "numbers"], ["y"]),
+    ]
+    nodes[3], nodes[4] = nodes[4], nodes[3]
+    if number.ndim:  # one for each place
+        nodes[6] = helper.make_node("Slice", ["number", "first", "length"], ["numbers"])
+    few = np.where(np.arange(X.size).reshape(SHAPE) % 10 == 0, 1, -1).astype(np.float32)
+    constants = {"zero": np.float32(0), "none": np.int64([0, 1, 2]), "last": np.int64([-1])}
+    model = graph_of(*nodes, number=number, first=np.int64([0]), **constants)
+    written = lower(model, "trt")
+    assert ("NonZero" in {node.op_type for node in written.graph}) == bool(number.ndim)
+    assert len(check_operators(model, target_from("tensorrt-rtx", "1.7.1"))) == bool(number.ndim)
+    np.testing.assert_array_equal(outputs_of(written, few), outputs_of(model, few))

@@ -1,4 +1,4 @@
-"""The operators around attention: RMS normalization, rotary embedding, KV-cache update, flips."""
+"""The operators around attention: norms, rotary embedding, KV-cache update, flips, masked writes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from mha_deploy.graph.ir import NodeBuilder, constant_ints, dim, dims, input_at, made_by, rank
+from mha_deploy.graph.ir import (
+    NodeBuilder,
+    constant_ints,
+    constant_number,
+    dim,
+    dims,
+    input_at,
+    made_by,
+    rank,
+)
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.roles import ORT_DOMAIN
 
@@ -226,3 +235,38 @@ def slice_to_first(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
         return None
     others = b.ints(*(max(end, _LOWEST + 1) for end in ends))
     return b.op("Slice", *node.inputs[:2], others, *node.inputs[3:], name="flipped")
+
+
+# -- ScatterND, as PyTorch writes `x[mask] = number` -----------------------------------------------
+
+
+def write_where_true(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
+    """Write one number where a mask is true by a selection, not at a list of places of unknown length."""
+    if (found := _masked_write(node)) is None:
+        return None
+    mask, number = found
+    mask = mask if mask.dtype == ir.DataType.BOOL else b.cast(mask, ir.DataType.BOOL)
+    return b.op("Where", mask, b.reshape(number, 1), node.inputs[0], name="written")
+
+
+def _masked_write(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+    """The mask and the number of a ScatterND to all places where a mask of the same sizes is true."""
+    data, places, number = (input_at(node, at) for at in range(3))
+    turned = made_by(places, "Transpose")
+    found = None if turned is None else made_by(turned.inputs[0], "NonZero")
+    mask = None if found is None else found.inputs[0]
+    while (copied := made_by(number, "Expand", "Reshape", "Unsqueeze")) is not None:
+        number = copied.inputs[0]
+    if turned is None or mask is None or number is None or constant_number(number) is None:
+        return None
+    plain = node.attributes.get_string("reduction", "none") == "none"
+    in_order = tuple(turned.attributes.get_ints("perm", (1, 0))) == (1, 0)
+    sizes = dims(data) if data is not None else ()
+    return (mask, number) if plain and in_order and None not in sizes and sizes == dims(mask) else None
+
+
+def is_list_of_places(node: ir.Node) -> bool:
+    """Whether a NonZero has other uses than those of `write_where_true`."""
+    users = [use.node for value in node.outputs for use in value.uses()]
+    writes = [use.node for turned in users for value in turned.outputs for use in value.uses()]
+    return not writes or any(_masked_write(each) is None for each in writes)

@@ -21,6 +21,7 @@ from mha_deploy.graph.lower.operators import (
     rotary_to_primitives,
     scatter_to_primitives,
     slice_to_first,
+    write_where_true,
 )
 from mha_deploy.graph.lower.quantized import folded_scale, quantized_heads, requantized
 
@@ -31,6 +32,7 @@ OPERATOR_RULES = {
     "TensorScatter": scatter_to_primitives,
     "RMSNormalization": rms_norm_to_primitives,
     "Slice": slice_to_first,
+    "ScatterND": write_where_true,
 }
 """How the operators around attention are written."""
 

@@ -35,7 +35,7 @@ from mha_deploy.graph.ir import (
 )
 from mha_deploy.graph.lower import masks
 from mha_deploy.graph.lower.call import AttentionCall, LoweringError, OperatorRules, Outputs
-from mha_deploy.graph.lower.operators import keep_scatter, slice_to_first
+from mha_deploy.graph.lower.operators import keep_scatter, slice_to_first, write_where_true
 from mha_deploy.graph.lower.quantized import write_operator
 from mha_deploy.graph.lower.to_primitives import (
     OPERATOR_RULES,
@@ -75,8 +75,9 @@ def quantized_to_trt(
 
 def operator_rules(options: TrtOptions) -> OperatorRules:
     """The rules for the operators around attention."""
-    kept: OperatorRules = {"TensorScatter": keep_scatter, "Slice": slice_to_first}
-    return OPERATOR_RULES if options.decode_primitives else kept
+    if options.decode_primitives:
+        return OPERATOR_RULES
+    return {"TensorScatter": keep_scatter, "Slice": slice_to_first, "ScatterND": write_where_true}
 
 
 def lower_to_trt(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> Outputs | None:
