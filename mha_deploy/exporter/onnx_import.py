@@ -423,7 +423,7 @@ class OnnxSource(ExportSource):
                 got[name] = np.where(np.isfinite(array), got[name], 0)
             if array.dtype.kind == "f":
                 finite[name] = np.where(np.isfinite(array), array, 0)
-        what = "ONNX Runtime's own operators compute something else as ONNX's."
+        what = "Written in ONNX's operators, ONNX Runtime's own compute something else."
         hint = "the file that ONNX Runtime's optimizer was given"
         most = _WRITTEN_OUT_ERROR[_precision_of(self.original)]
         refuse_large_error(f"sizes {sizes_name(sizes)}", got, finite, most, what, hint)
