@@ -361,6 +361,7 @@ def _with_nan(levels: Tensor, operand: Tensor) -> Tensor:
 
 # Where kernels round: what a GEMM reads and writes, what norms, softmax and activations write. Elementwise
 # operators are fused into these, but for sums of two tensors: a residual stream is written after each.
+_ADDING = frozenset(["addmm", "baddbmm"])  # to what they multiply: for scores, a mask
 _MATMULS = frozenset(
     [
         "linear",
@@ -631,7 +632,9 @@ class RandomRounding(Float64, RoundingMode):
             return self._attention(*args, **kwargs)
         if name in _MATMULS and self._bits is not None:
             args, kwargs = _changed((args, kwargs), self._operand)
-            return self.rounded(self._accumulate(name, args, super().call(func, args, kwargs)))
+            result = super().call(func, args, kwargs)
+            total = self.rounded(self._accumulate(name, args, result))
+            return _but_absorbed(result, total) if name in _ADDING else total
         if name in _ORDERED or name in _COMPARED:
             return self._decide(name, func, args, kwargs)
         result = super().call(func, args, kwargs)
@@ -642,16 +645,16 @@ class RandomRounding(Float64, RoundingMode):
         return result
 
     def _rounded_sum(self, total: Tensor) -> Tensor:
-        """A sum, rounded, but for what a mask absorbed: float32's lowest numbers would become infinite."""
+        """A sum, rounded, but for what a mask absorbed."""
         rounded = self.rounded(total)
-        return rounded if rounded is total else torch.where(total <= ABSORBS_FLOAT32, total, rounded)
+        return rounded if rounded is total else _but_absorbed(total, rounded)
 
     def _accumulate(self, name: str, args: Any, result: Tensor) -> Tensor:
         """The result of a GEMM with what its accumulation loses."""
         operands = [each for each in args if isinstance(each, Tensor) and each.is_floating_point()]
         if not self._accumulated or name == "einsum" or len(operands) < 2 or "conv" in name:
             return result
-        a, b = operands[-2:] if name in ("addmm", "baddbmm") else operands[:2]
+        a, b = operands[-2:] if name in _ADDING else operands[:2]
         terms = a.shape[-1]
         if name == "linear":
             sizes = b.square().mean(-1)
@@ -748,6 +751,11 @@ class RandomRounding(Float64, RoundingMode):
             return result
         self.changed = True
         return otherwise
+
+
+def _but_absorbed(total: Tensor, rounded: Tensor) -> Tensor:
+    """A rounded sum, but for what a mask absorbed: rounded, float32's lowest number would be infinite."""
+    return torch.where(total <= ABSORBS_FLOAT32, total, rounded)
 
 
 def _is_float(value: Any) -> TypeGuard[Tensor]:

@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import functools
+import math
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -281,6 +283,18 @@ def test_a_sample_leaves_no_mark_on_tensors_that_others_use():
         x.add_(torch.ones_like(x))  # exact, so that the result is the tensor itself
     assert (x == 1).all()
     assert not vars(x)
+
+
+@pytest.mark.parametrize("hides", [-math.inf, torch.finfo(torch.float32).min, -1e9])
+def test_what_a_mask_hides_stays_hidden_where_a_matmul_adds_it(hides):
+    mask, q, k = torch.zeros(1, 2, 3), torch.randn(1, 2, 4), torch.randn(1, 4, 3)
+    mask[..., 2] = hides
+    for seed in range(8):
+        with RandomRounding(replace(PRECISIONS["fp16"], accumulate="fp16"), seed):
+            scores = torch.baddbmm(mask, q, k)
+        assert scores.isfinite()[..., :2].all()
+        assert (scores[..., 2] < -1e8).all()
+        assert scores.softmax(-1).isfinite().all()
 
 
 def test_nan_stays_nan_in_a_quantizer_of_a_program(tmp_path):
