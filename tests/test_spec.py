@@ -421,7 +421,7 @@ def test_sizes_must_name_exactly_the_axes(sizes):
         ({**DYNAMIC, "variant": "head-mix"}, 'variant = "attention"'),
         (
             {**DYNAMIC, "mask": "padding"},
-            'mask = "none" (the lengths of a preallocated cache are the padding)',
+            'mask = "none" in a layer file (the lengths of a preallocated cache are the padding)',
         ),
         ({**PREALLOCATED, "mask": "additive"}, 'got: cache = "preallocated", mask = "additive"'),
         ({**PREALLOCATED, "weights": True}, "weights = false"),

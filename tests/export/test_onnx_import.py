@@ -282,7 +282,11 @@ class Speech(nn.Module):
 
 @pytest.mark.parametrize(
     ("padding", "axis", "stated"),
-    [(1, "1:16:32", "T2"), (0, None, "T2"), (1, "1:9:24", "(((T - 1)//4)) + 1")],
+    [
+        pytest.param(1, "1:16:32", "T2", marks=pytest.mark.slow),
+        (0, None, "T2"),
+        pytest.param(1, "1:9:24", "(((T - 1)//4)) + 1", marks=pytest.mark.slow),
+    ],
 )
 def test_a_size_behind_strided_convolutions_is_that_of_the_file(padding, axis, stated, tmp_path):
     torch.manual_seed(0)

@@ -478,6 +478,7 @@ class Written(nn.Module):
         return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2)).relu()
 
 
+@pytest.mark.slow
 def test_another_export_is_bisected_by_numbers_whatever_its_values_are_called(tmp_path):
     """Neither names nor steps need be those of the bundle: what has its numbers is right."""
     module = Written(on_query=False).eval()
