@@ -30,6 +30,7 @@ from mha_deploy.graph.fuse.values import (
     holds,
     inverse_of,
     is_pointwise,
+    note_place,
     product,
     same_dims,
     scalar_of,
@@ -173,6 +174,7 @@ class Spelling:
         """Let a new value stand for the result of a node."""
         old, graph = node.outputs[0], graph_of_node(node)
         own = builder.live_nodes([new])
+        note_place(node, own)
         graph.insert_before(node, own)
         taken = list[ir.Node]()
         self._new |= dict.fromkeys(own, taken)

@@ -246,10 +246,20 @@ _SOFTMAX_TYPE = re.compile(r"aten\.softmax\.int\]\(.*\btorch\.(float16|bfloat16|
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 
 
+_SCOPES, _TRACE = "pkg.torch.onnx.name_scopes", "pkg.torch.onnx.stack_trace"
+
+
+def note_place(node: ir.Node, others: Iterable[ir.Node]) -> None:
+    """Let other nodes, which are written for a node, say where it came from."""
+    found = {key: node.metadata_props[key] for key in (_SCOPES, _TRACE) if key in node.metadata_props}
+    for other in others:
+        other.metadata_props.update(found)
+
+
 def module_of(node: ir.Node) -> str:
     """The module that holds a node, such as `layers.0.attn`; the node's own name where that is not known."""
     try:
-        scopes = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
+        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
     except (ValueError, SyntaxError):
         scopes = []
     # The last scope is the operator.
@@ -270,7 +280,7 @@ def name_gemms(model: ir.Model) -> None:
 
 def place_of(node: ir.Node) -> str | None:
     """The source line of a node as `file:line`: the innermost frame outside PyTorch that is written down."""
-    frames = _FRAME.findall(node.metadata_props.get("pkg.torch.onnx.stack_trace", ""))
+    frames = _FRAME.findall(node.metadata_props.get(_TRACE, ""))
     own = [frame for frame in frames if "/site-packages/torch/" not in frame[0].replace("\\", "/")]
     return ":".join((own or frames)[-1]) if frames else None
 
