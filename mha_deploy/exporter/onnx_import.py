@@ -118,6 +118,7 @@ class OnnxSource(ExportSource):
         RemoveInitializersFromInputsPass()(model)  # older files list the weights as inputs too
         self._given = from_old_opset(inline_functions(model))
         self._given.ir_version = min(self._given.ir_version, _NEWEST_IR)
+        _sort_selections(self._given)
         self.original = in_onnx_operators(self._given)
         _refuse_random(self.original)
         own = _precision_of(self.original)
@@ -804,6 +805,13 @@ def _holds(dims: Sequence[Dim], written: Sequence[int], sizes: Mapping[str, int]
     if -1 in written:
         return known % wanted == 0
     return known == wanted and all(isinstance(size, int) for size in rest)
+
+
+def _sort_selections(model: ir.Model) -> None:
+    """Let selections whose order a file leaves open be in order, since runtimes differ; changes the model."""
+    for node in model.graph.all_nodes():
+        if is_op(node, "TopK"):
+            node.attributes.pop("sorted", None)  # by default it is in order
 
 
 def _tied(

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.onnx._internal.exporter import _registration
 
+import mha_deploy as md
 from mha_deploy.errors import ExportError
 from mha_deploy.exporter.axes import draw_inputs, trace_sizes
 from mha_deploy.exporter.explain import onnx_program
@@ -387,6 +388,26 @@ def test_what_pytorch_does_not_write_by_itself_is_rewritten(make):
             np.testing.assert_allclose(got[name], tensor.numpy(), atol=1e-5)
             assert oracle[name].dtype == torch.float64
             torch.testing.assert_close(oracle[name].float(), tensor)
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_selection_of_open_order_is_in_order_unless_an_output_shows_it(shown, tmp_path):
+    class Selected(nn.Module):
+        def forward(self, x):
+            chosen = x.sum(-1).topk(3, sorted=False)[1]
+            best = x.gather(1, chosen[..., None].expand(-1, -1, 8))
+            return best if shown else best.mean(1)
+
+    torch.manual_seed(0)
+    axes = {"B": Axis(min=1, opt=2, max=8), "S": Axis(min=6, opt=6, max=64)}
+    exported = export_program(Selected(), {"x": torch.randn(2, 6, 8)}, {"x": ("B", "S")}, axes)
+    (node,) = (node for node in exported.model.graph if node.op_type == "TopK")
+    assert node.attributes.get_int("sorted", 1) == (not shown)
+    node.attributes.add(ir.AttrInt64("sorted", 0))  # in a file, any order is right
+    ir.save(exported.model, tmp_path / "selected.onnx")
+    bundle = md.import_onnx(tmp_path / "selected.onnx", tmp_path / "bundle", golden=("min",))
+    (node,) = (node for node in ir.load(bundle.model_path).graph if node.op_type == "TopK")
+    assert node.attributes.get_int("sorted", 1) == 1
 
 
 def test_a_norm_with_a_wider_scale_is_valid_onnx():

@@ -228,3 +228,21 @@ def test_one_number_where_a_mask_is_true_is_a_selection(number) -> None:
     assert ("NonZero" in {node.op_type for node in written.graph}) == bool(number.ndim)
     assert len(check_operators(model, target_from("tensorrt-rtx", "1.7.1"))) == bool(number.ndim)
     np.testing.assert_array_equal(outputs_of(written, few), outputs_of(model, few))
+
+
+def test_sizes_that_follow_are_numbers_in_a_reshape() -> None:
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Gather", ["shape", "last"], ["width"]),
+        helper.make_node("Div", ["width", "heads"], ["size"]),
+        helper.make_node("Slice", ["shape", "first", "last"], ["outer"]),
+        helper.make_node("Concat", ["outer", "heads", "size"], ["sizes"], axis=0),
+        helper.make_node("Reshape", ["x", "sizes"], ["y"]),
+    ]
+    model = graph_of(
+        *nodes, shape=("B", "S", 8), last=np.int64([2]), heads=np.int64([4]), first=np.int64([0])
+    )
+    model.graph.outputs[0].shape = ir.Shape(["B", "S", 4, 2])
+    written = lower(model, "trt")
+    assert [node.op_type for node in written.graph if node.op_type != "Constant"] == ["Reshape"]
+    np.testing.assert_array_equal(outputs_of(written, X), outputs_of(model, X))

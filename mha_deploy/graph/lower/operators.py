@@ -237,6 +237,23 @@ def slice_to_first(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
     return b.op("Slice", *node.inputs[:2], others, *node.inputs[3:], name="flipped")
 
 
+# -- Reshape to sizes that are computed ------------------------------------------------------------
+
+
+def reshape_to_known_sizes(node: ir.Node, b: NodeBuilder) -> ir.Value | None:
+    """Write the sizes that follow as numbers: TensorRT asks for head sizes, and does not compute them all.
+
+    The others must be those of the input at the same place.
+    """
+    source, sizes = dims(node.inputs[0]), dims(node.outputs[0])
+    kept = [size is not None and source[at : at + 1] == (size,) for at, size in enumerate(sizes)]
+    numbers = [size if isinstance(size, int) else 0 for size in sizes]
+    is_known = all(number or same for number, same in zip(numbers, kept, strict=True))
+    if constant_ints(node, 1) is not None or not is_known or not any(numbers) or 0 in sizes:
+        return None
+    return b.op("Reshape", node.inputs[0], b.ints(*numbers), name="sized")
+
+
 # -- ScatterND, as PyTorch writes `x[mask] = number` -----------------------------------------------
 
 

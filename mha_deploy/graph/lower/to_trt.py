@@ -35,7 +35,12 @@ from mha_deploy.graph.ir import (
 )
 from mha_deploy.graph.lower import masks
 from mha_deploy.graph.lower.call import AttentionCall, LoweringError, OperatorRules, Outputs
-from mha_deploy.graph.lower.operators import keep_scatter, slice_to_first, write_where_true
+from mha_deploy.graph.lower.operators import (
+    keep_scatter,
+    reshape_to_known_sizes,
+    slice_to_first,
+    write_where_true,
+)
 from mha_deploy.graph.lower.quantized import write_operator
 from mha_deploy.graph.lower.to_primitives import (
     OPERATOR_RULES,
@@ -77,7 +82,12 @@ def operator_rules(options: TrtOptions) -> OperatorRules:
     """The rules for the operators around attention."""
     if options.decode_primitives:
         return OPERATOR_RULES
-    return {"TensorScatter": keep_scatter, "Slice": slice_to_first, "ScatterND": write_where_true}
+    return {
+        "Reshape": reshape_to_known_sizes,
+        "TensorScatter": keep_scatter,
+        "Slice": slice_to_first,
+        "ScatterND": write_where_true,
+    }
 
 
 def lower_to_trt(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> Outputs | None:
