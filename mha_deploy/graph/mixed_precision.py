@@ -752,7 +752,10 @@ class Planner:
             if value.is_graph_output() and value.name not in float32_ends:
                 written.add("fp16")
             # Mask numbers that absorb any score are one number after `fuse`.
-            own = value.meta.get(MODEL_NUMBER) or number
+            own = value.meta.get(MODEL_NUMBER, number)
+            own = number if own is None else own
+            if not math.isfinite(own):
+                continue  # the model has no such number: `fuse` wrote it
             reason = (
                 "a mask value, which hides keys as before" if value in self._masks else "it means no bound"
             )

@@ -30,7 +30,7 @@ WRITTEN_HALF = -32768.0
 """What stands for such a number in float16: half the range, so that adding a score cannot reach -inf."""
 
 MODEL_NUMBER = "mha_deploy.mask_number"
-"""The metadata of a constant that `fuse` wrote in the place of a mask number: the number of the model."""
+"""The metadata of a constant that `fuse` wrote: the mask number of the model, or NaN where it has none."""
 
 
 def absorbs(number: float, *, in_half: bool) -> bool:
@@ -47,9 +47,8 @@ def absorbs_all_scores(largest: Any) -> Any:
 
 
 def model_number(metadata: Mapping[str, str]) -> float | None:
-    """The mask number of the model that a constant stands for; None where its metadata has no such number."""
+    """The mask number of the model that a constant stands for; None where its metadata says nothing of it."""
     try:
-        number = float(metadata.get(MODEL_NUMBER, ""))
+        return float(metadata.get(MODEL_NUMBER, ""))
     except ValueError:  # a file may have anything there
         return None
-    return number if math.isfinite(number) else None

@@ -612,7 +612,7 @@ def _judge(
     if old.kind == "status":
         level = _direction(*(_RANKS[section].get(each.value, 1) for each in (old, new)))
         if level == IMPROVEMENT and (old.value, new.value) in _LESS_KNOWN:
-            return CHANGED, "no longer known"
+            return CHANGED, "not known now"
         if level == SAME and old.doubt != new.doubt:
             return CHANGED, "other kernels"
         return level, "fusion lost" if level == REGRESSION and section == "fusion" else ""
@@ -665,7 +665,7 @@ def _judge_share(
         what = {Outcome.FAILED: "out of budget", Outcome.NOT_VERIFIED: "no longer verified"}
         level = _direction(*(_RANKS["verdict"][each.outcome] for each in (old, new)))
         if (old.outcome, new.outcome) in _LESS_KNOWN:
-            return CHANGED, "no longer known"
+            return CHANGED, "not known now"
         return level, what[new.outcome] if level is REGRESSION else ""
     if bool(old.errors) != bool(new.errors):
         return (IMPROVEMENT, "") if new.errors else (REGRESSION, "no error was measured")

@@ -120,6 +120,24 @@ def test_a_module_that_fp16_cannot_hold_is_the_same_function(name, tmp_path):
     check(name, tmp_path / "bundle")
 
 
+class Padded(nn.Module):
+    """PyTorch's own attention, whose padding is -inf where it returns its weights, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.attend = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, x, keep):
+        return self.attend(x, x, x, key_padding_mask=~keep)[0]
+
+
+def test_a_number_that_only_the_graph_has_is_no_number_of_the_model(tmp_path):
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(2, 6, 16), "keep": torch.arange(6) < torch.tensor([[6], [4]])}
+    bundle = md.export(Padded(), tmp_path / "bundle", example_inputs=inputs, golden=["opt"])
+    assert bundle.manifest.checks["mixed precision"]["clamped"] == []
+
+
 class Overflowing(nn.Module):
     """Between its two projections it reaches beyond what FP16 can hold; a third one needs no more."""
 

@@ -171,7 +171,11 @@ class Bias:
             value = builder.op("Mul", value, builder.constant(self.factor, value.dtype or dtype), name="bias")
         if self.value.dtype != dtype:
             value = builder.op("Cast", value, to=int(dtype), name="bias")
-        return builder.op("Max", value, builder.constant(float(dtype.min), dtype)) if self.clipped else value
+        return (
+            builder.op("Max", value, _of_no_model(float(dtype.min), builder, dtype))
+            if self.clipped
+            else value
+        )
 
 
 Term = Fill | Bias
@@ -888,8 +892,16 @@ def _above_lowest(bias: ir.Value, term: Bias, builder: NodeBuilder, dtype: ir.Da
         for value, other in (node.inputs, node.inputs[::-1]):
             if value is not None and scalar_of(value) == lowest and not sizes_of(value):
                 return builder.op("Mul", other, builder.constant(above, dtype), name="bias")
-    is_lowest = builder.op("Equal", bias, builder.constant(lowest, dtype))
-    return builder.op("Where", is_lowest, builder.constant(above, dtype), bias, name="bias")
+    is_lowest = builder.op("Equal", bias, _of_no_model(lowest, builder, dtype))
+    return builder.op("Where", is_lowest, _of_no_model(above, builder, dtype), bias, name="bias")
+
+
+def _of_no_model(number: float, builder: NodeBuilder, dtype: ir.DataType) -> ir.Value:
+    """A constant that stands for no number of the model."""
+    value = builder.constant(number, dtype)
+    if (node := value.producer()) is not None:
+        node.metadata_props[MODEL_NUMBER] = repr(math.nan)
+    return value
 
 
 def spans(terms: tuple[Term, ...], sizes: tuple[Size, Size]) -> bool:
