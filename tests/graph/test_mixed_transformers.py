@@ -105,7 +105,7 @@ def test_bert_with_an_activation_beyond_fp16():
     model = exported("Bert", {"0.intermediate.dense.weight": 300.0, "0.output.dense.weight": 8000.0})
     plan, mixed = mixed_of(model)
     exact = result_of(model, feeds(4, 30, 3))
-    assert not np.isfinite(result_of(apply_plan(model, NOTHING), feeds(4, 30, 3))).all()
+    assert not np.isfinite(result_of(apply_plan(model, NOTHING), feeds(4, 30, 3), "onnx-reference")).all()
     assert distance(result_of(mixed, feeds(4, 30, 3)), exact) < 1e-3
     assert sorted(each.op_type for each in plan.kept) == ["Add", "Add", "LayerNormalization", "MatMul"]
 
