@@ -274,7 +274,8 @@ def findings(
             numbers = {"wanted": demand.wanted}
             if demand.got is not None:
                 kind, level, numbers = Kind.DEMAND_NOT_MET, Severity.FAILURE, {**numbers, "got": demand.got}
-            about = {"names": (demand.name,), "numbers": numbers, "detail": f"in {demand.place}"}
+            place = f"in {demand.place}" if demand.place else ""
+            about = {"names": (demand.name,), "numbers": numbers, "detail": place}
             about |= {"required_by": (demand.name,)} if level is Severity.FAILURE else {}
             yield _found(level, Section.REQUIREMENTS, kind, **about)
 
