@@ -7,7 +7,7 @@ the bundle, by the name of the value.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
@@ -534,7 +534,7 @@ class _FaultSearch:
     ) -> tuple[Suspect | None, list[str]]:
         """Halve what lies between values that are right and one that is wrong."""
         graph = self.model.graph
-        cleared = set(nodes_behind(value_named(graph, name) for name in good))
+        cleared = set(_numbers_behind(value_named(graph, name) for name in good))
         within = set(nodes_behind([value_named(graph, bad)])) - cleared
         suspects = [node for node in graph if node in within]
         if self.graph_name:
@@ -583,7 +583,7 @@ class _FaultSearch:
         """
         floats = [node for node in suspects if node.outputs and node.outputs[0].dtype in _FLOATS]
         right, off = self._right_and_off(self._errors(floats, reference), wrong.limit or _ALIKE)
-        cleared = set(nodes_behind(node.outputs[0] for node in right))
+        cleared = set(_numbers_behind(node.outputs[0] for node in right))
         moved = set[ir.Node]()
         for node in suspects:
             data = node.inputs if node.op_type == "Concat" else node.inputs[:1]
@@ -591,7 +591,8 @@ class _FaultSearch:
             if node.op_type in CARRIES and all(each is None or each in cleared | moved for each in makers):
                 moved.add(node)
         known = (cleared - off) | moved
-        starts = _starts([node for node in floats if node not in known and node.op_type != "Constant"])
+        fed = _fed_nodes(self.model.graph)  # of others the numbers are constants, which the next node reads
+        starts = _starts([node for node in floats if node not in known and node in fed])
         if not starts:  # no value is further off than those it is computed from
             return None, []
         first, *others = starts
@@ -703,6 +704,22 @@ def _problem(got: np.ndarray, want: np.ndarray, limit: float | None, *, is_mask:
     # Of the shape of an error only its size carries over from one value to another.
     off = metrics.measure(got, want).relative_l2
     return f"relative error {off:.2g}" if limit is None or off > limit else None
+
+
+def _numbers_behind(values: Iterable[ir.Value | None]) -> Iterator[ir.Node]:
+    """The nodes whose numbers values are computed from; of others, they only have a size."""
+    return nodes_behind(values, lambda node: () if is_op(node, "Shape", "Size") else node.inputs)
+
+
+def _fed_nodes(graph: ir.Graph) -> set[ir.Node]:
+    """The nodes that the numbers of an input reach."""
+    found, inputs = set[ir.Node](), {value for value in graph.inputs if not value.is_initializer()}
+    for node in graph:
+        read = (value for value in node.inputs if value is not None)
+        is_fed = any(value in inputs or value.producer() in found for value in read)
+        if is_fed and not is_op(node, "Shape", "Size"):
+            found.add(node)
+    return found
 
 
 def _starts(nodes: Sequence[ir.Node]) -> list[ir.Node]:
