@@ -591,8 +591,10 @@ class _FaultSearch:
             if node.op_type in CARRIES and all(each is None or each in cleared | moved for each in makers):
                 moved.add(node)
         known = (cleared - off) | moved
-        fed = _fed_nodes(self.model.graph)  # of others the numbers are constants, which the next node reads
-        starts = _starts([node for node in floats if node not in known and node in fed])
+        counted = _fed_nodes(self.model.graph) | {node for node in floats if not _is_number(node)}
+        starts = _starts([
+            node for node in floats if node in counted - known and node.op_type != "Constant"
+        ])  # fmt: skip
         if not starts:  # no value is further off than those it is computed from
             return None, []
         first, *others = starts
@@ -720,6 +722,12 @@ def _fed_nodes(graph: ir.Graph) -> set[ir.Node]:
         if is_fed and not is_op(node, "Shape", "Size"):
             found.add(node)
     return found
+
+
+def _is_number(node: ir.Node) -> bool:
+    """Whether a node gives one number, as the scale of scores that follows from a size does."""
+    shape = node.outputs[0].shape
+    return shape is not None and all(size == 1 for size in shape)
 
 
 def _starts(nodes: Sequence[ir.Node]) -> list[ir.Node]:
