@@ -419,8 +419,9 @@ class _FaultSearch:
         self.precision, self.open_model, self.on_step = bundle.manifest.precision, open_model, on_step
         own = load_graph(bundle.model_path)
         self.model, self.layers = own if graph is None else load_graph(graph), layers_case(bundle)
-        if any(value.dtype is None for node in self.model.graph for value in node.outputs):
-            infer_shapes(self.model)  # a file need not state types, and only floats are compared
+        for model in (own, self.model):
+            if any(value.dtype is None for node in model.graph for value in node.outputs):
+                infer_shapes(model)  # a file need not state types, and only floats are compared
         self.own = own
         self.masks = _mask_nodes(self.model)
         self.bundle, self.case, self.runs = bundle, case_to_bisect(bundle), 0

@@ -439,6 +439,28 @@ def test_numbers_that_hide_keys_do_not_hide_a_wrong_number_of_a_mask(tmp_path, r
     assert "bias" in run_cli("bisect", bundle.path, "--graph", tmp_path / "other.onnx").out
 
 
+def test_a_right_value_that_has_its_size_from_a_wrong_one_does_not_clear_it(tmp_path):
+    text = """<ir_version: 10, opset_import: ["": 23]>
+    g (float[B, 2, 4, 8] x, float[B, 2, 4, 8] text) => (float[B, 2, 4, 8] y) {
+        values = MatMul(x, weight)
+        sizes = Shape(values)
+        keys = Reshape(text, sizes)
+        more = Relu(keys)
+        attended = Attention(values, more, more)
+        y = Relu(attended)
+    }"""
+    model = onnx.parser.parse_model(text)
+    weight = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(weight, "weight"))
+    onnx.save(model, tmp_path / "model.onnx")
+    bundle = md.export(tmp_path / "model.onnx", tmp_path / "bundle", precision="fp32", golden=("opt",))
+    model.graph.initializer[0].CopyFrom(numpy_helper.from_array(weight[::-1].copy(), "weight"))
+    onnx.save(model, tmp_path / "other.onnx")
+    found = md.bisect(bundle, "ort-cpu", graph=tmp_path / "other.onnx")
+
+    assert found.first_node.value == "values"
+
+
 def test_a_file_that_states_no_types_and_names_no_nodes_is_bisected(tmp_path, run_cli):
     text = """<ir_version: 10, opset_import: ["": 23]>
     g (float[B, 4, 16] x) => (float[B, 4, 16] y) {
