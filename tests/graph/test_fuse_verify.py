@@ -74,6 +74,26 @@ def test_a_comparison_of_nothing_but_nan_is_none():
     ]
 
 
+@pytest.mark.parametrize("factor", [1.0, 1.0001])
+def test_scores_that_a_mask_and_a_bias_hide_are_rounded_by_luck(factor, monkeypatch):
+    """Beside -10000 a score has steps of 0.001, for the few keys of a query that the bias leaves."""
+    right = pattern._before_factor
+
+    def scaled(operand):
+        found = right(operand)
+        return found and type(found)(**{**vars(found), "factor": found.factor * factor})
+
+    monkeypatch.setattr(pattern, "_before_factor", scaled)
+    g = Hand()
+    shown = g.op("Greater", g.input("history", [B, 1, 1, S], TensorProto.INT64), g.const(0, np.int64))
+    keys = g.op("Transpose", "k", perm=[0, 1, 3, 2])
+    scores = g.op("MatMul", g.op("Mul", "q", g.const(10.0)), keys)
+    scores = g.op("Add", scores, g.input("bias", [B, H, S, S]))
+    masked = g.op("Add", scores, g.op("Where", shown, g.const(0.0), g.const(-10000.0)))
+    _, report = fused(g.model(g.attend(masked)))
+    assert len(report.fused) == (factor == 1.0)
+
+
 def test_what_cannot_be_compared_stays(monkeypatch):
     def lacks(*given, **named):
         raise NotVerified("ONNX's evaluator lacks an operator.")
