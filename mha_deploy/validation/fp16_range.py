@@ -144,8 +144,11 @@ class Meter:
         mask = inputs.get("mask") if visible_in_cache is None else visible_in_cache
         numbers = list[float]()
         if mask is not None and mask.dtype != bool:
-            finite = mask[np.isfinite(mask) & (mask != 0)]
-            numbers += [float(finite.min()), float(finite.max())] if finite.size else []
+            finite = mask[np.isfinite(mask)]
+            some = finite[finite != 0]
+            numbers += [float(some.min()), float(some.max())] if some.size else []
+            if len({*numbers}) == 1 and some.size == finite.size and numbers[0] > _SURELY_A_SENTINEL:
+                numbers = []  # a bias of all keys alike, as of a layer that computes the scores, hides none
         hides = _sentinel_among(numbers)
         self._mask_numbers += numbers
         figures.sentinel = None if self.node.mask == "bool" else _sentinel_among(self._mask_numbers)

@@ -531,6 +531,16 @@ def test_pairs_hidden_by_a_number_are_not_seen():
     assert got.sums[0].largest == pytest.approx(given, rel=1e-3)
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_one_bias_of_every_visible_key_hides_none(hidden):
+    """As of the last layer of scores that a network computes."""
+    feeds = qkv()
+    feeds["mask"] = np.full((2, 1, 5, 7), -0.1, np.float32)
+    feeds["mask"][..., 3] = -np.inf if hidden else -0.1
+    got = measured(feeds)
+    assert (got.sentinel, got.fully_masked) == (None, 0)
+
+
 def test_a_number_beside_biases_is_found(bundles, tmp_path):
     folder = copy_of(bundles("tiny-additive", "fp32"), tmp_path / "b")
 
