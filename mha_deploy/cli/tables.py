@@ -385,7 +385,8 @@ def _doubts(manifest: EngineManifest) -> list[RenderableType]:
     lines += [Text(f"sources disagree: {_both(each)}", style="yellow") for each in verdict.disagreements]
     if manifest.all_fused:
         return lines
-    causes = [finding for finding in manifest.findings if finding["severity"] == "not-fused"]
+    findings = (finding for finding in manifest.findings if finding["severity"] == "not-fused")
+    causes = [finding for finding in findings if not finding["cured_by"]]
     likely = dict.fromkeys(
         f"likely because: {cause['message']}" + (f" Try: {cause['remedy']}" if cause["remedy"] else "")
         for cause in causes

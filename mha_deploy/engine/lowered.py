@@ -168,8 +168,12 @@ def unfused_for(answers: Sequence[Eligibility]) -> Iterator[None]:
             for finding in answer.findings
             if finding.cured_by is None and finding.severity == rules.NOT_FUSED
         ]
-        if not found:
+        applying = {finding.rule for answer in answers for finding in answer.findings}
+        if not found and "type-or-head-size-unknown" in applying:
             raise
+        if not found:  # so types and head sizes are not why
+            hint = "another --profile; or --allow-decomposed, and lose speed"
+            raise NotFusedError(error.what, got=error.got, hint=hint) from error
         reasons = dict.fromkeys(f"{name}: {finding.message}" for name, finding in found)
         remedies = dict.fromkeys(finding.remedy for _, finding in found if finding.remedy)
         got, hint = " ".join(reasons), "; ".join(remedies) or error.hint

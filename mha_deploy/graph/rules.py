@@ -17,6 +17,7 @@ from mha_deploy.graph.attention_node import AttentionNode, is_attention
 from mha_deploy.graph.ir import Dim, input_at, is_op, node_name, same_size
 from mha_deploy.graph.lower.cache import entries_name, read_cache
 from mha_deploy.graph.lower.operators import is_list_of_places, obstacle_to_update_in_place
+from mha_deploy.graph.lower.to_trt import LEAST_HEADS
 from mha_deploy.graph.quantize import read_fp8_gemm
 from mha_deploy.model.spec import Axis
 
@@ -259,6 +260,13 @@ def _one_query(node: AttentionNode) -> bool:
     return node.S == 1 and isinstance(node.D, int) and 8 <= node.D <= 256 and node.D % 8 == 0
 
 
+def _few_heads(node: AttentionNode, target: Target) -> bool:
+    """Whether a profile may have fewer heads over all batch elements than the kernel of one query takes."""
+    if node.S != 1 or node.quantized is not None or not isinstance(node.Hq, int):
+        return False
+    return min((least for least, _ in target.sizes(node.B)), default=1) * node.Hq < LEAST_HEADS
+
+
 def _head_size_unaligned(node: AttentionNode, target: Target) -> bool:
     return isinstance(node.D, int) and 16 <= node.D <= 256 and node.D % 8 != 0
 
@@ -332,6 +340,7 @@ _ATTENTIONS: dict[str, Callable[[AttentionNode, Target], bool]] = {
     ),
     "head-size-multiple": _head_size_unaligned,
     "head-size-padded": _head_size_unaligned,
+    "few-heads": _few_heads,
     "fp32": lambda node, target: node.dtype == "fp32" and not _one_query(node),
     "type-or-head-size-unknown": lambda node, target: node.dtype is None or not isinstance(node.D, int),
     "computed-mask": _mask_is_computed,

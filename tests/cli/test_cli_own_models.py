@@ -159,6 +159,14 @@ def test_an_attention_with_another_kernel_or_status_has_its_own_row(change):
     assert "and 1 more" in text
 
 
+@pytest.mark.parametrize("cured_by", [None, "trt lowering"])
+def test_what_a_lowering_cures_is_not_why_attention_is_not_fused(cured_by):
+    found = {"severity": "not-fused", "message": "Too few heads.", "remedy": "", "cured_by": cured_by}
+    nodes = [msgspec.structs.replace(NODES[0], status=FusionStatus.DECOMPOSED)]
+    engine = Engine(path=Path("engines/rtx.engine"), manifest=engine_manifest(nodes, findings=[found]))
+    assert ("Too few heads." in printed(engine_renderable(engine))) == (cured_by is None)
+
+
 # -- a real bundle ---------------------------------------------------------------------------------
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import onnx_ir as ir
 import pytest
 from attention_models import attention
 
+from mha_deploy.engine.lowered import unfused_for
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.attention_node import AttentionNode, attention_nodes
 from mha_deploy.graph.lower import lower
@@ -18,6 +20,8 @@ from mha_deploy.graph.rules import (
     judge,
     target_from,
 )
+from mha_deploy.model.spec import Axis
+from mha_deploy.runtime.tensorrt.versions import NotFusedError
 
 Q, K = ("B", 8, "S", 64), ("B", 8, "S", 64)
 CROSS, GROUPED = ("B", 8, "T", 64), ("B", 2, "S", 64)
@@ -85,6 +89,19 @@ def test_weights_as_output_prevent_fusion_only_of_matmuls() -> None:
 def test_single_query_has_wider_limits() -> None:
     assert "fp32" not in rules(node(("B", 8, 1, 64), CROSS, dtype="fp32"), RTX)
     assert "head-size-range" not in rules(node(("B", 8, 1, 8), ("B", 8, "T", 8)), RTX)
+
+
+@pytest.mark.parametrize(
+    ("heads", "smallest", "fused"), [(1, 3, False), (1, 4, True), (2, 1, False), (2, 2, True)]
+)
+def test_a_single_query_has_a_kernel_for_four_heads_of_all_batch_elements(
+    heads: int, smallest: int, fused: bool
+) -> None:
+    few = node(("B", heads, 1, 64), ("B", heads, "T", 64))
+    target = replace(RTX, profiles=[{"B": Axis(min=smallest, opt=8, max=16)}])
+    (answer,) = judge([few], target)
+    assert (answer.fused, answer.fused_after_lowering) == (fused, True)
+    assert judge([few], TRT_11)[0].fused, "measured on TensorRT-RTX only"
 
 
 def test_8_6_fuses_a_float_mask_that_is_an_input_and_none_that_nodes_compute() -> None:
@@ -184,6 +201,15 @@ def test_old_tensorrt_is_cured_by_primitives() -> None:
         True,
     )
     assert answer.findings[0].cured_by == "primitives lowering"
+
+
+@pytest.mark.parametrize(("dtype", "is_known"), [("fp32", True), ("fp16", False)])
+def test_a_failed_build_advises_no_type_or_head_size_that_is_right(dtype: str, is_known: bool) -> None:
+    answers, advice = judge([node(dtype=dtype)], RTX), "use fp16 or bf16 and a head size of 16 to 256"
+    with pytest.raises(NotFusedError) as caught, unfused_for(answers):
+        raise NotFusedError("Attention has no fused kernel for this target.", got="att", hint=advice)
+    assert ("fp32" in str(caught.value.got)) == is_known
+    assert "head size" not in caught.value.hint
 
 
 def test_findings_are_sorted_by_severity_and_have_a_remedy() -> None:

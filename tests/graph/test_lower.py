@@ -267,6 +267,21 @@ def test_a_mask_of_opset_23_is_never_short() -> None:
     assert not [node for node in lower(model, "trt").graph if node.op_type == "Pad"]
 
 
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (3, 3)])
+@pytest.mark.parametrize("mask", [None, ("bool", ("B", 1, 1, "T")), ("fp32", ("B", "Hq", 1, "T"))])
+@pytest.mark.parametrize("Dv", [8, 4, 16])
+def test_heads_of_a_single_query_that_are_computed_several_times(
+    heads: tuple[int, int], mask: tuple[str, Any] | None, Dv: int
+) -> None:
+    Hq, Hkv = heads
+    own = mask and (mask[0], tuple(Hq if size == "Hq" else size for size in mask[1]))
+    model = attention(("B", Hq, 1, 8), ("B", Hkv, "T", 8), ("B", Hkv, "T", Dv), mask=own)
+    feeds = random_feeds(model, SIZES[0])
+    lowered = lower_for_reference(model, "trt", repeat_heads=True, pad_heads=True)
+    assert attention_nodes(lowered)[0].Hq in (4, 6)
+    np.testing.assert_allclose(evaluate(lowered, feeds)[0], attend(model, feeds)[0], rtol=2e-5, atol=2e-6)
+
+
 def test_one_new_token_needs_no_mask() -> None:
     model = attention(("B", 4, 1, 8), ("B", 2, 1, 8), past="P", present=True, is_causal=1)
     (node,) = attention_nodes(lower(model, "trt"))

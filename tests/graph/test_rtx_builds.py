@@ -64,6 +64,22 @@ def test_builds_and_fuses(
     assert built.unused_inputs == ()
 
 
+ONE = {"mask": ("bool", ("B", 1, 1, "T"))}, {"mask": ("fp32", (3, 1, "T"))}, {"past": "P", "is_causal": 1}
+
+
+@pytest.mark.parametrize(("heads", "features"), [(1, {}), (1, ONE[0]), (3, ONE[1]), (2, ONE[2])])
+def test_a_single_query_of_few_heads_is_fused(heads: int, features: dict[str, Any]) -> None:
+    """As a pooling over the history of a user is: its kernel needs four heads over all batch elements."""
+    dims = ("B", heads, 1, 64), ("B", 1 if heads == 2 else heads, 1 if "past" in features else "T", 64)
+    model = attention(*dims, dtype="fp16", **features)
+    (answer,) = judge(attention_nodes(model), RTX)
+    assert (answer.fused, answer.fused_after_lowering) == (False, True)
+    unchanged, lowered = lower(model, "trt"), lower(model, "trt", **answer.options)
+    with pytest.raises(Refused):
+        build(unchanged, profile(unchanged))
+    assert len(build(lowered, profile(lowered)).fused) == 1
+
+
 def test_a_boolean_mask_is_added_and_does_not_become_a_list_of_blocks() -> None:
     lowered = lower(attention(Q, CROSS, dtype="fp16", mask=("bool", ("B", 1, 1, "T"))), "trt")
     built = build(lowered, profile(lowered))

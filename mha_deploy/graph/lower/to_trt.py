@@ -9,6 +9,7 @@ Concat, and everything that masks keys becomes one explicit mask.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -50,6 +51,9 @@ from mha_deploy.graph.lower.to_primitives import (
 )
 from mha_deploy.graph.roles import MATMULS
 
+LEAST_HEADS = 4
+"""So many, over all batch elements, TensorRT-RTX's kernel for a single query needs."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrtOptions:
@@ -66,6 +70,8 @@ class TrtOptions:
     decode_primitives: bool = False
     # Write attention in FP8 as matmuls with Q/DQ, too: for sizes of which TensorRT's operator has no kernel
     quantized_primitives: bool = False
+    # Compute the heads of a single query several times, up to `LEAST_HEADS`: exact, and fused
+    repeat_heads: bool = False
 
 
 def quantized_to_trt(
@@ -101,6 +107,7 @@ def lower_to_trt(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> Ou
     changes = len(call.node.inputs) > 3 or len(call.node.outputs) > 1 or call.Dv != call.D
     attributes = ("softmax_precision", "left_window_size", "right_window_size")
     changes = changes or any(name in call.node.attributes for name in attributes)
+    changes = changes or _copies(call, options) > 1
     return _rebuild(call, b, options) if changes or (attention.is_causal and causal_as_mask) else None
 
 
@@ -113,6 +120,17 @@ def _refusal(call: AttentionCall, options: TrtOptions) -> LoweringError | None:
         hint = f"pad the smaller with zeros, or {decompose}"
         return call.refuse("V head size other than K's", got=f"K {call.D}, V {call.Dv}", hint=hint)
     return call.refuse("fp64", got="fp64", hint="export in fp16, bf16 or fp32") if call.has_fp64 else None
+
+
+def _copies(call: AttentionCall, options: TrtOptions) -> int:
+    """How often each query head is computed."""
+    is_few = options.repeat_heads and call.attention.S == 1
+    return math.ceil(LEAST_HEADS / call.Hq) if is_few else 1
+
+
+def _repeated(b: NodeBuilder, x: ir.Value, heads: int, copies: int) -> ir.Value:
+    """`[·, H, 1, ·]` to `[·, H·n, 1, ·]`: n copies of each head, which share its keys and values."""
+    return b.reshape(b.expand(x, 1, 1, copies, 1), 0, heads * copies, 1, -1, name="repeated")
 
 
 def _rebuild(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> Outputs:
@@ -138,8 +156,14 @@ def _rebuild(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> Output
         tensors[name] = b.op("Pad", tensors[name], pads, b.constant(0.0, call.dtype), name="padded")
     if mask is not None:
         tensors["mask"] = masks.bias_of(b, call, mask)
+    if (copies := _copies(call, options)) > 1:
+        of_heads = ("q", "mask") if mask is not None and mask.heads > 1 else ("q",)
+        tensors |= {name: _repeated(b, tensors[name], call.Hq, copies) for name in of_heads}
     causality = 1 if causal else None
     y = b.op("Attention", *tensors.values(), name=b.prefix, scale=call.scale, is_causal=causality)
+    if copies > 1:
+        y = b.reshape(y, 0, call.Hq, copies, -1)
+        y = b.op("Slice", y, b.ints(0), b.ints(1), b.ints(2), name="once")
     if call.Dv < call.D:
         y = b.op("Slice", y, b.ints(0), b.ints(call.Dv), b.ints(3), name="unpadded")
     y = masks.zero_masked_queries(b, call, rows, y)
