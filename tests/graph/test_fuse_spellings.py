@@ -866,6 +866,21 @@ def test_a_weight_as_the_query(columns, rows):
     check_heads(g, g.op("MatMul", weights, "x"), (1, 1))
 
 
+@pytest.mark.parametrize("joined", ["same", "moved"])
+@pytest.mark.parametrize("columns", [1, 3])
+def test_a_weight_as_the_query_of_all_batch_elements_in_one_gemm(columns, joined):
+    """As simplifiers write a projection; behind it may be other batch elements."""
+    g = axes_of({"x": (2, 5, D)})
+    weight = g.const(np.random.default_rng(0).standard_normal((D, columns)))
+    rows = g.op("Gemm", g.op("Reshape", "x", g.ints(-1, D)), weight, g.const(np.arange(columns)))
+    scores = g.op("Reshape", rows, g.ints(*((2, 5) if joined == "same" else (5, 2)), columns))
+    if joined == "moved":
+        scores = g.op("Transpose", scores, perm=[1, 0, 2])
+    weights = g.op("Transpose", g.op("Softmax", scores, axis=1), perm=[0, 2, 1])
+    report = check_same(g.model(g.op("Unsqueeze", g.op("MatMul", weights, "x"), g.ints(1))))
+    assert len(report.fused) == (joined == "same")
+
+
 @pytest.mark.parametrize("equation", ["btd,dc->btc", "cd,btd->btc", "dc,btd->bct", None])
 def test_scores_of_a_weight_that_are_normalized_over_both_axes(equation):
     """As a soft mixture of experts: tokens are put into slots, and the results of slots back into tokens."""

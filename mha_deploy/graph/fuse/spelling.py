@@ -1377,7 +1377,9 @@ def _matmul(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     ranks = rank(first) or 0, rank(second) or 0
     if 1 in ranks:
         return _with_vector(node, builder)
-    if min(ranks) == 2 < max(ranks) and _is_learned_query(node, ranks.index(2)):
+    if min(ranks) == 2 < max(ranks) and _is_learned_query(
+        node.inputs[ranks.index(2)], node.outputs[0], ranks.index(2)
+    ):
         return _batched(first, second, node.outputs[0], builder)
     given = [value for value, axes in zip((first, second), ranks, strict=True) if axes == 2]
     if ranks[0] == ranks[1] != 2 or min(ranks) < 2 or not all(map(_is_computed, given)):
@@ -1385,9 +1387,27 @@ def _matmul(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
     return _batched(first, second, node.outputs[0], builder)
 
 
-def _is_learned_query(matmul: ir.Node, at: int) -> bool:
-    """Whether an operand is a weight of queries that keys are multiplied with, and normalized over."""
-    weight, scores = matmul.inputs[at], matmul.outputs[0]
+def _of_joined_rows(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
+    """The scores of learned queries that one Gemm computes for all batch elements, as simplifiers write."""
+    gemm, output = made_by(node.inputs[0], "Gemm"), node.outputs[0]
+    joined = made_by(input_at(gemm, 0), "Reshape")
+    keys, weight, added = input_at(joined, 0), input_at(gemm, 1), input_at(gemm, 2)
+    own, found = sizes_of(keys) or [], sizes_of(output) or []
+    if gemm is None or joined is None or keys is None or weight is None or output.dtype is None:
+        return None
+    plain = all(gemm.attributes.get_float(name, 1.0) == 1.0 for name in ("alpha", "beta"))
+    plain &= not any(gemm.attributes.get_int(name, 0) for name in ("transA", "transB"))
+    plain &= added is None or sizes_of(added) in ([], [1], found[-1:])
+    if not plain or len(own) < 3 or not same_dims(own[:-1], found[:-1]):
+        return None
+    if (sizes_of(weight) or []) != [own[-1], found[-1]] or not _is_learned_query(weight, output, 1):
+        return None
+    value = _typed(builder.op("MatMul", keys, weight), output.dtype, found)
+    return value if added is None else _like(builder, output, "Add", value, added)
+
+
+def _is_learned_query(weight: ir.Value | None, scores: ir.Value, at: int) -> bool:
+    """Whether operand `at` is a weight of queries that keys are multiplied with, and normalized over."""
     queries = (sizes_of(weight) or [None])[-at]
     if weight is None or constant(weight) is None or not isinstance(queries, int):
         return False
@@ -2180,7 +2200,7 @@ _RULES: dict[str, Sequence[Rule]] = {
     "Concat": (_unchanged, _scores_together),
     "Sum": (_unchanged, _sum),
     "Split": (_first_part,),
-    "Reshape": (_restored,),
+    "Reshape": (_restored, _of_joined_rows),
     "Squeeze": (_restored,),
     "LpNormalization": (_by_norm,),
     "ReduceLogSum": (_other_sum,),
