@@ -176,8 +176,9 @@ def dynamic_shapes(
 ) -> dict[str, dict[int, Any]]:
     """What may vary in every input, for `torch.export`; how a sum follows from its axes shows by itself."""
     least = {name: axis.min if kind == "ranges" else sizes[name] for name, axis in axes.items()}
+    most = {name: max(axis.max, sizes[name], least[name] + 1) for name, axis in axes.items()}  # not one size
     torch_dims = {
-        name: TorchDim(f"{TORCH_NAME}{name}", min=least[name], max=max(axis.max, sizes[name]))
+        name: TorchDim(f"{TORCH_NAME}{name}", min=least[name], max=most[name])
         for name, axis in axes.items()
         if axis.is_dynamic
     }

@@ -111,6 +111,26 @@ def test_sizes_that_pytorch_does_not_vouch_for_are_tried(step):
     assert "S" in step[1].unproven, "S-1 is 1 at S=2, which PyTorch takes apart"
 
 
+def test_a_size_of_one_behind_an_axis_that_is_traced_at_its_largest_fixes_nothing():
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.views = nn.Parameter(torch.randn(1, 2, 8))
+
+        def forward(self, x):
+            first, others = self.views[:, :1].expand(len(x), 1, 8), self.views[:, 1:]
+            return x + torch.cat([first, others.expand(len(x), x.shape[1] - 1, 8)], 1)
+
+    axes = {"B": Axis(min=1, opt=2, max=4), "V": Axis(min=1, opt=3, max=5)}
+    module = Views().eval()
+    exported = export_program(module, {"x": torch.randn(2, 3, 8)}, {"x": ("B", "V")}, axes)
+    assert exported.fixed == {}
+    for sizes in ((1, 2), (3, 5)):
+        x = torch.randn(*sizes, 8)
+        (got,) = run(exported.model, {"x": x}).values()
+        np.testing.assert_allclose(got, module(x).detach().numpy(), atol=1e-6)
+
+
 def test_a_node_says_its_line(step):
     _, report = fuse_attention(step[1].model)
     (place,) = {each.place for each in (*report.fused, *report.unfused)}
