@@ -6,8 +6,10 @@ import random
 import re
 from dataclasses import replace
 
+import numpy as np
 import onnx_ir as ir
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 from rtx_engines import build_rtx
 
 from mha_deploy.engine.build import engine_from_bundle
@@ -21,6 +23,7 @@ from mha_deploy.runtime.tensorrt.engine_verdict import (
     PrecisionStatus,
     engine_verdict,
     group_by_attention,
+    precision_verdict,
     written_types,
 )
 from mha_deploy.runtime.tensorrt.kernels import kernels_from_plan
@@ -138,6 +141,51 @@ sizes (float16[B, 8] x, float16[8, 8] w) => (float16[B, 8] y) {
 def test_a_matmul_of_which_only_the_sizes_are_read_needs_no_kernel():
     types = written_types(ir.from_onnx_text(SIZES_ALONE))
     assert [name for name, each in types.items() if each.is_matmul] == ["node_of_read"]
+
+
+def zeros_times(factor, number=0.0):
+    """The target of a first decoder layer, `zeros_like` of its queries, is multiplied by `factor`."""
+    node, rng = helper.make_node, np.random.default_rng(0)
+    nodes = [
+        node("Shape", ["x"], ["size"], name="size"),
+        node("Expand", ["number", "size"], ["target"], name="target"),
+        node("Transpose", ["x"], ["turned"], name="turned", perm=[0, 2, 1]),
+        node("MatMul", ["target", factor], ["none"], name="none"),
+        node("MatMul", ["x", "w"], ["some"], name="some"),
+        node("Add", ["none", "bias"], ["row"], name="row"),
+        node("ReduceMean", ["row"], ["mean"], name="mean", axes=[-1]),
+        node("Add", ["mean", "some"], ["y"], name="y"),
+    ]
+    held = {
+        "number": np.array(number, np.float16),
+        "w": rng.standard_normal((64, 64)).astype(np.float16),
+        "bias": rng.standard_normal(64 if factor == "w" else 1).astype(np.float16),
+    }
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, ["B", "S", 64]) for name in "xy"]
+    constants = [numpy_helper.from_array(value, name) for name, value in held.items()]
+    used = nodes if factor == "turned" else [each for each in nodes if each.name != "turned"]
+    graph = helper.make_graph(used, "g", ends[:1], ends[1:], constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+@pytest.mark.parametrize(
+    ("factor", "number", "status"),
+    [("w", 0.0, "selected at load"), ("w", 0.5, "unknown"), ("turned", 0.0, "unknown")],
+)
+def test_a_product_of_zeros_and_a_weight_needs_no_kernel(factor, number, status):
+    """TensorRT writes zeros for it; a product of other numbers, or with those of an input, is evidence."""
+    model = zeros_times(factor, number)
+    built = build_rtx(model, profiles=[{"x": ((1, 4, 64), (2, 20, 64), (4, 40, 64))}])
+    types = written_types(ir.from_proto(model))
+
+    def status_without(node):
+        left = [kernel for kernel in built.kernels["log"] if node not in kernel.onnx_nodes]
+        return precision_verdict(left, "fp16", types).status
+
+    assert status_without("none") == status
+    assert status_without("some") == "unknown"
+    if factor == "w":
+        assert status_without("") == "selected at load"
 
 
 def test_a_node_writes_what_a_cast_behind_it_converts_to():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, cast
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from mha_deploy.graph.ir import SCORES_SUFFIX, beginnings, constant, dims, is_op
 from mha_deploy.graph.plugin_node import fp8_values, multiplies_fp8
 from mha_deploy.graph.quantize import quantized_gemms
-from mha_deploy.graph.roles import MATMULS, QUANTIZERS, RANDOM, SOFTMAXES
+from mha_deploy.graph.roles import MATMULS, MOVES, QUANTIZERS, RANDOM, SOFTMAXES
 from mha_deploy.runtime.tensorrt.kernels import FLOATING, UNKNOWN, EngineTensor, Kernel, dtype_of
 from mha_deploy.status import Word, means
 
@@ -114,7 +114,8 @@ class WrittenTypes:
     is_matmul: bool  # or a convolution, or attention
     is_softmax: bool = False
     is_attention: bool = False
-    is_constant: bool = False  # all of its inputs are constants: a builder computes it
+    # All of its inputs are constants, or it multiplies zeros, however many, by one: a builder computes it.
+    is_constant: bool = False
     is_custom: bool = False  # not an operator of ONNX
     # Of a matmul, the type from which both its factors are dequantized; of Q/DQ nodes their type.
     quantized: str | None = None
@@ -174,6 +175,28 @@ def _unread(model: ir.Model) -> set[ir.Node]:
     return found
 
 
+_KEEP_ZEROS = (*MOVES, "Cast", "Expand", "Slice", "Split", "Tile")
+
+
+def _is_zeros(node: ir.Node, zeros: Container[ir.Value | None]) -> bool:
+    """Whether a node gives nothing but zeros, as many as sizes say: `zeros_like`, and what is made of it.
+
+    TensorRT knows it of zeros alone: a row of other numbers that is repeated is multiplied every time.
+    """
+
+    def given(value: ir.Value | None) -> bool:
+        held = constant(value)
+        is_small = held is not None and held.size <= _LARGE and held.dtype != ir.DataType.STRING
+        return value in zeros or bool(is_small and held is not None and not held.numpy().any())
+
+    if is_op(node, "ConstantOfShape"):
+        filled = node.attributes.get("value")
+        return filled is None or not filled.as_tensor().numpy().any()
+    if is_op(node, *_KEEP_ZEROS):
+        return given(node.inputs[0])
+    return is_op(node, "Add", "Sub", "Concat") and all(map(given, node.inputs))
+
+
 def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
     """The types of every node of the graph that TensorRT gets; unknown ones are left out.
 
@@ -182,6 +205,7 @@ def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
     found: dict[str, WrittenTypes] = {}
     unread = _unread(model)
     constants: set[ir.Value] = set()
+    zeros: set[ir.Value | None] = set()
     twins = _twins(model)
 
     def name_of(node: ir.Node) -> str:
@@ -206,8 +230,12 @@ def written_types(model: ir.Model) -> dict[str, WrittenTypes]:
         if not node.outputs or node in unread:
             continue
         inputs = [value for value in node.inputs if value is not None]
-        is_constant = all(value in constants or value.is_initializer() for value in inputs)
+        varying = [value for value in inputs if not (value in constants or value.is_initializer())]
+        is_constant = not varying
         constants.update(node.outputs if is_constant else ())
+        zeros.update(node.outputs if _is_zeros(node, zeros) else ())
+        if is_op(node, *MATMULS) and varying and zeros.issuperset(varying):
+            is_constant = True
         is_attention = node.op_type.endswith("Attention")
         # A kernel may convert what it computed for a Cast to FP32 that reads it.
         readers = [use.node for value in node.outputs for use in value.uses() if is_op(use.node, "Cast")]
