@@ -15,6 +15,7 @@ from mha_deploy.bundle.cases import GoldenCase, entries_from, first_new_entries
 from mha_deploy.bundle.sizes import is_mask
 from mha_deploy.metrics import EVERYWHERE, Budget, Deviation, ToHeads, budget_from_samples, measure
 from mha_deploy.model.precision import Precision, smallest_normal
+from mha_deploy.model.spec import Sizes
 from mha_deploy.status import EMPTY_ORACLE, Kind, Outcome, Reason, derive, means
 from mha_deploy.text import reason_text
 
@@ -151,13 +152,19 @@ def parity_from_verdicts(
 ) -> ParityReport:
     """Put verdicts together that were reached one by one; `about` are further fields of the report.
 
-    An oracle of zeros is right where every query of a case is masked: such a case passes if another one
-    verifies the output.
+    An oracle of zeros is right where every query of a case is masked, and one that repeats where there is one
+    key: such a case passes if another one verifies the output, with more keys in place of one.
     """
     judged = list(verdicts)
-    verified = {verdict.output for verdict in judged if verdict.passed}
+    verified = [verdict for verdict in judged if verdict.passed]
     for index, each in enumerate(judged):
-        if each.output in verified and each.reason is not None and each.reason.kind in EMPTY_ORACLE:
+        if each.reason is None or each.reason.kind not in EMPTY_ORACLE:
+            continue
+        others = [other.sizes for other in verified if other.output == each.output]
+        if each.reason.kind is Kind.ORACLE_OF_ONE_KEY:
+            single = _single(each.sizes)
+            others = [sizes for sizes in others if any(sizes.get(axis, 1) > 1 for axis in single)]
+        if others:
             judged[index] = structs.replace(each, outcome=Outcome.PASSED, reason=None)
     return ParityReport(verdicts=tuple(judged), precision=precision.name, **about)
 
@@ -237,6 +244,9 @@ def judge_case(
             outcome = Outcome.FAILED
         elif not is_discrete and (reason := _shows_nothing(oracle, eager)) is not None:
             outcome = Outcome.NOT_VERIFIED
+            if reason.kind is Kind.ORACLE_REPEATS and (single := _single(case.sizes)):
+                counted = ", ".join(f"{axis} = 1" for axis in single)
+                reason = Reason(kind=Kind.ORACLE_OF_ONE_KEY, got=counted)
         verdicts.append(
             OutputVerdict(
                 outcome=outcome,
@@ -248,6 +258,11 @@ def judge_case(
             )
         )
     return verdicts
+
+
+def _single(sizes: Sizes) -> list[str]:
+    """The axes of one entry, any of which may count the keys: every query of a single key has its value."""
+    return [axis for axis, size in sizes.items() if size == 1 and axis != "B"]
 
 
 def _is_finite(value: object) -> bool:

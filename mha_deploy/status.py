@@ -91,6 +91,7 @@ class Kind(Word):
     MODULE_ZERO = "module zero"
     ORACLE_CONSTANT = "oracle constant"
     ORACLE_REPEATS = "oracle repeats"
+    ORACLE_OF_ONE_KEY = "oracle of one key"
     # A runtime, an engine or a server
     WRONG_OUTPUTS = "wrong outputs"
     UNVERIFIED_OUTPUTS = "unverified outputs"
@@ -169,7 +170,7 @@ class Section(Word):
     LOSS = "loss"
 
 
-EMPTY_ORACLE = frozenset({Kind.ORACLE_ZERO, Kind.ORACLE_CONSTANT})
+EMPTY_ORACLE = frozenset({Kind.ORACLE_ZERO, Kind.ORACLE_CONSTANT, Kind.ORACLE_OF_ONE_KEY})
 """An output of which another case may show more."""
 
 

@@ -213,6 +213,7 @@ _REASONS: Mapping[Kind, str | Callable[[Reason, float | None], str]] = {
     Kind.MODULE_ZERO: "the module itself gives zeros where the oracle reaches {0.numbers[largest]:.2g}",
     Kind.ORACLE_CONSTANT: "the oracle is constant, {0.numbers[largest]:.2g} everywhere",
     Kind.ORACLE_REPEATS: "the oracle is the same vector at every position",
+    Kind.ORACLE_OF_ONE_KEY: "the oracle is the same vector at every position, as of one key: {0.got}",
     Kind.TYPE_NOT_RECORDED: "FP32 may be multiplied in fewer bits",
     Kind.NOT_TIMED: "{0.got}",
     Kind.WRONG_RESULT: "wrong answer: {0.got}",
@@ -245,6 +246,11 @@ _HINTS: Mapping[Kind, Mapping[Language, str]] = dict.fromkeys(
     (Kind.ORACLE_ZERO, Kind.ORACLE_SUBNORMAL, Kind.MODULE_ZERO, Kind.ORACLE_CONSTANT, Kind.ORACLE_REPEATS),
     _WEIGHTS,
 ) | {
+    Kind.ORACLE_OF_ONE_KEY: {
+        Language.COMMAND_LINE: "a larger size for an axis that counts keys (--axis), else real weights "
+        "(--weights)",
+        Language.PYTHON: "a larger size for an axis that counts keys (axes=), else real weights (weights=)",
+    },
     Kind.BEYOND_TYPE: {
         Language.COMMAND_LINE: "scale the inputs, or export with --precision fp32 or bf16",
         Language.PYTHON: 'scale the inputs, or export with precision="fp32" or "bf16"',

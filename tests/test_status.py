@@ -71,6 +71,33 @@ def test_every_verdict_has_a_kind_and_comes_back_from_json_as_it_was(kind):
     assert report.outcome is worst
 
 
+def of_one_vector(**sizes):
+    return made_case({"y": np.tile(ORACLE[:1, :1], (1, 3, 1))}, name="min", sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    ("one", "many", "outcome"),
+    [
+        ({"B": 1, "T": 1}, {"B": 2, "T": 5}, PASSED),
+        ({"B": 1, "T": 1}, {"B": 2, "T": 1}, NOT_VERIFIED),  # no case has more keys
+        ({"B": 1, "T": 5}, {"B": 2, "T": 9}, NOT_VERIFIED),  # untrained, or its inputs are ignored
+        ({"B": 1}, {"B": 2}, NOT_VERIFIED),
+    ],
+)
+def test_one_vector_at_every_position_is_right_where_there_is_one_key(one, many, outcome):
+    case, other = of_one_vector(**one), made_case({"y": ORACLE}, name="opt", sizes=many)
+
+    def report(*pairs):
+        verdicts = [each for case, got in pairs for each in judge_case(case, got, FP16)]
+        return parity_from_verdicts(verdicts, model="m", precision=FP16, runtime="b")
+
+    right = case.eager["y"]
+    assert report((case, {"y": right})).outcome is NOT_VERIFIED
+    assert report((case, {"y": right}), (other, {"y": other.eager["y"]})).outcome is outcome
+    assert report((case, {"y": right[:, ::-1] * np.float16(1.05)}), (other, other.eager)).outcome is FAILED
+    assert report((case, {"y": right}), (other, {"y": other.eager["y"][::-1]})).outcome is FAILED
+
+
 @pytest.mark.parametrize(("value", "word"), [(True, "true"), (False, "false")])
 def test_numbers_that_are_not_finite_where_a_mask_is_of_one_value_are_explained_by_it(value, word):
     pad = np.array([[value] * 3, [False, True, False]])
