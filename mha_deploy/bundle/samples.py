@@ -299,8 +299,8 @@ def _solve(dim: str, size: int, sizes: dict[str, int]) -> None:
     if len(unknown := names - sizes.keys()) == 1:
         (axis,) = unknown
         at_zero, at_one = (size_of(dim, {**sizes, axis: value}) for value in (0, 1))
-        if at_one - at_zero == 1:
-            sizes[axis] = size - at_zero
+        if (step := at_one - at_zero) > 0 and (size - at_zero) % step == 0:
+            sizes[axis] = (size - at_zero) // step
 
 
 def _check_shape(name: str, tensor: TensorSpec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> None:

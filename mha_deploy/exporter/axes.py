@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from torch.export import ExportedProgram
 
 from mha_deploy.errors import ExportError, SpecError
 from mha_deploy.model.deployable import LARGEST_ACTIVATION
-from mha_deploy.model.spec import Axes, Dim, Sizes, TensorSpec, size_of
+from mha_deploy.model.spec import Axes, Dim, Sizes, TensorSpec, axes_in, size_of, sum_of, terms_of
 from mha_deploy.model.spec import Dim as NamedDim
 from mha_deploy.reference.inputs import seeded_generator
 
@@ -186,7 +187,7 @@ def dynamic_shapes(
         name: {
             index: TorchDim.AUTO if kind == "automatic" else _torch_dim(dim, torch_dims, sizes)
             for index, dim in enumerate(dims.get(name, ()))
-            if isinstance(dim, str) and any(part in torch_dims for part in dim.split("+"))
+            if isinstance(dim, str) and any(part in torch_dims for part in terms_of(dim))
         }
         for name in names
     }
@@ -194,7 +195,7 @@ def dynamic_shapes(
 
 def _torch_dim(dim: str, torch_dims: Mapping[str, Any], sizes: Sizes) -> Any:
     """A sum of one varying axis and numbers; PyTorch has no words for a sum of several."""
-    parts = dim.split("+")
+    parts = terms_of(dim)
     varying = [part for part in parts if part in torch_dims]
     if len(set(varying)) > 1:
         return TorchDim.DYNAMIC
@@ -204,16 +205,28 @@ def _torch_dim(dim: str, torch_dims: Mapping[str, Any], sizes: Sizes) -> Any:
     return found + fixed if fixed else found
 
 
+def _same_multiple(dim: str, size: object) -> Iterator[tuple[str, str]]:
+    """The one symbol in a traced size and the axis that it stands for, where `2*s5` is the size of `2*h`."""
+    symbols, axes = set(_SYMBOL.findall(str(size))), axes_in(dim)
+    if len(symbols) == len(axes) == 1:
+        (symbol,), (axis,) = symbols, axes
+        with suppress(SpecError):
+            if all(size_of(str(size), {symbol: n}) == size_of(dim, {axis: n}) for n in _PRIMES):
+                yield symbol, axis
+
+
 class AxisNames:
     """Translates PyTorch's symbols to the names of the user's axes."""
 
     def __init__(self, dims: NamedDims, axes: Axes, fed: NamedSizes) -> None:
         """Learn the symbols from the inputs as PyTorch traced them; sums have the order of the axes."""
         self._order = list(axes)
-        # The first dimension of a symbol names it.
-        self._names = {str(size): dim for dim, size in reversed(fed) if _SYMBOL.fullmatch(str(size))}
+        # The first dimension of a symbol names it; where none is the symbol alone, one such as `2*s5`.
+        multiples = [(symbol, axis) for pair in fed for symbol, axis in _same_multiple(*pair)]
+        self._names = dict(reversed(multiples))
+        self._names |= {str(size): dim for dim, size in reversed(fed) if _SYMBOL.fullmatch(str(size))}
         sums = [dim for each in dims.values() for dim in each if isinstance(dim, str)]
-        self._spelled = {tuple(sorted(dim.split("+"))): dim for dim in sums}
+        self._spelled = {tuple(sorted(terms_of(dim))): dim for dim in sums}
 
     def dims_of(self, shape: Sequence[int | torch.SymInt]) -> tuple[NamedDim | None, ...]:
         """A shape in names and numbers; None where a size is no expression of them."""
@@ -250,7 +263,7 @@ class AxisNames:
             if term.isdecimal():
                 count += int(term)
             elif symbol in self._names and (not times or times.isdecimal()):
-                parts += self._names[symbol].split("+") * int(times or 1)
+                parts += terms_of(self._names[symbol]) * int(times or 1)
             else:
                 return None
         count += sum(int(part) for part in parts if part.isdecimal())
@@ -258,11 +271,11 @@ class AxisNames:
         if not names:
             return count
         parts = [*names, str(count)] if count else names
-        return self._spelled.get(tuple(sorted(parts)), "+".join(parts))
+        return self._spelled.get(tuple(sorted(parts)), sum_of(parts))
 
     def _replaced(self, text: str) -> str:
         def named(match: re.Match[str]) -> str:
             name = self._names.get(match[0], match[0])
-            return f"({name})" if "+" in name else name
+            return name if name.isidentifier() else f"({name})"
 
         return _SYMBOL.sub(named, text)

@@ -270,6 +270,7 @@ _LONGEST = 300
 _VIOLATED = re.compile(r"Constraints violated \(([^)]*)\)")
 _CONSTANT = re.compile(r"You marked (\w+) as dynamic but your code specialized it to be a constant \((\d+)\)")
 _NOT_ALL = re.compile(r"Not all values of (\w+) = .* satisfy the generated guard (.*?)\.?$", re.MULTILINE)
+_MULTIPLE = re.compile(r"^ *(\w+) = (\d+)\*_\1$", re.MULTILINE)
 _FIX = re.compile(r"Suggested fixes:\n((?:  .*\n?)+)")
 _SIZE = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]")
 _CREATED = re.compile(r"create_symbol (\w+) = \d+ for L\['(\w+)'\]\.size\(\)\[(\d+)\]")
@@ -427,6 +428,10 @@ def _not_for_all_sizes(text: str, name_of: SizeNames, places: dict[str, str]) ->
     hint = "a narrower range, or a module that takes any size"
     if fixes:
         hint = f"PyTorch suggests {'; '.join(line.strip() for line in fixes[1].splitlines())}"
+        if multiples := _MULTIPLE.findall(fixes[1]):
+            named = ", ".join(f'"{times}*{axis}" in place of "{axis}"' for axis, times in multiples)
+            ranges = ", ".join(f"{axis} by {times}" for axis, times in multiples)
+            hint = f"in Example(), {named}; and in axes=, divide the range of {ranges}"
     needed = text.splitlines()[0]
     if guards:
         needed = f"{places.get(guards[0][0], '')}it needs {guards[0][1]}"

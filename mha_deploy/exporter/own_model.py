@@ -30,6 +30,7 @@ from mha_deploy.model.spec import (
     Sizes,
     TensorSpec,
     new_token_axis,
+    terms_of,
     two_sizes,
 )
 from mha_deploy.reference.inputs import draw_lengths, rounded, seeded_generator
@@ -346,7 +347,7 @@ def _dims(name: str, example: object, axes: Axes) -> tuple[Dim, ...]:
 
 def _names(dims: Iterable[Dim | None]) -> list[str]:
     """The axes in dimensions, those in sums included."""
-    parts = [part for dim in dims if isinstance(dim, str) for part in dim.split("+")]
+    parts = [part for dim in dims if isinstance(dim, str) for part in terms_of(dim)]
     return [part for part in parts if not part.isdecimal()]
 
 

@@ -25,8 +25,8 @@ class Example:
     Args:
         tensor: An example; its values say what others look like. Floating-point tensors are rounded to the
             precision of the export.
-        axes: A name for each leading dimension, such as "B" or a sum as "P+S"; None for a fixed one. Those
-            that are not named are fixed.
+        axes: A name for each leading dimension, such as "B", a sum as "P+S", or a multiple as "2*H"; None for
+            a fixed one. Those that are not named are fixed.
         draw: Makes the input at another shape, where the example does not show how: it gets the shape and a
             seeded generator. By default, floats are drawn with the example's mean and deviation, and
             integers, booleans and masks of large or infinite floats are sliced from the example or repeat it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
@@ -171,6 +172,20 @@ def size_of(dim: str, sizes: Sizes) -> int:
             got=dim,
             hint="a number, a name such as S, or a sum such as P+S",
         ) from error
+
+
+_MULTIPLE = re.compile(r"([1-9]\d{0,3})\*([^\W\d]\w*)")
+
+
+def terms_of(dim: str) -> list[str]:
+    """The terms of a sum: P and S of `P+S`; those of `2*h` are h and h."""
+    multiples = ((part, _MULTIPLE.fullmatch(part)) for part in dim.split("+"))
+    return [term for part, found in multiples for term in ([found[2]] * int(found[1]) if found else [part])]
+
+
+def sum_of(terms: Iterable[str]) -> str:
+    """The sum of some terms, in their order, and equal ones as one: `P+S`, `2*h`."""
+    return "+".join(f"{times}*{term}" if times > 1 else term for term, times in Counter(terms).items())
 
 
 def axes_in(dim: Dim) -> set[str]:

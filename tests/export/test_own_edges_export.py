@@ -1,6 +1,7 @@
 """What an export of a user's module must refuse in words, and what it must not lose."""
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from mha_deploy.exporter.own_model import load_factory, open_user_module, state_
 from mha_deploy.exporter.program import export_program
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.precision import find_precision
-from mha_deploy.model.spec import Axis, ModuleSpec
+from mha_deploy.model.spec import Axis, ModuleSpec, TensorSpec
 from mha_deploy.reference.weights import read_state
 
 FILE = edge_models.__file__
@@ -228,6 +229,36 @@ def test_a_sum_of_a_fixed_and_a_varying_axis():
     inputs = {name: example.tensor for name, example in loaded.inputs.items()}
     exported = export_program(loaded.module, inputs, loaded.dims, loaded.axes)
     assert exported.outputs == {"output": ("B", "S+3", edge_models.E)}
+
+
+class Patches(torch.nn.Module):
+    """Patches of 2 x 2 pixels, and back to pixels: only even sizes return to what they were."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Conv2d(3, 8, 2, 2)
+        self.paint = torch.nn.ConvTranspose2d(8, 3, 2, 2)
+
+    def forward(self, image):
+        return {"painted": image + self.paint(self.embed(image)), "patches": self.embed(image).flatten(2)}
+
+
+@pytest.mark.parametrize(("height", "width"), [("2*H", "2*W"), ("H+H", "2*W")])
+def test_a_dimension_is_a_multiple_of_an_axis(height, width):
+    axes = {"B": Axis(min=1, opt=2, max=4), "H": Axis(min=2, opt=8, max=12), "W": Axis(min=2, opt=6, max=12)}
+    given = {"image": ("B", 3, height, width)}
+    found = export_program(Patches(), {"image": torch.randn(2, 3, 16, 12)}, given, axes)
+    assert found.outputs["painted"] == ("B", 3, height, width)
+    patches = TensorSpec(name="patches", kind="float", dims=found.outputs["patches"])
+    assert patches.shape({"B": 3, "H": 5, "W": 7}) == (3, 8, 35)
+
+
+def test_sizes_that_must_be_multiples_are_named_as_such():
+    inputs = {"image": md.Example(torch.randn(2, 3, 16, 12), "B", None, "H", "W")}
+    axes = {"B": "1:2:4", "H": "4:16:24", "W": "4:12:24"}
+    with pytest.raises(ExportError) as caught:
+        md.export(md.Deployable(module=Patches(), inputs=inputs, axes=axes), "unused")
+    assert {'"2*H"', '"2*W"'} <= {*re.findall(r'"[^"]*"', caught.value.hint)}
 
 
 @pytest.mark.sweep(1)
