@@ -429,9 +429,9 @@ def _not_for_all_sizes(text: str, name_of: SizeNames, places: dict[str, str]) ->
     if fixes:
         hint = f"PyTorch suggests {'; '.join(line.strip() for line in fixes[1].splitlines())}"
         if multiples := _MULTIPLE.findall(fixes[1]):
-            named = ", ".join(f'"{times}*{axis}" in place of "{axis}"' for axis, times in multiples)
+            spelled = ", ".join(f'"{times}*{axis}" in place of "{axis}"' for axis, times in multiples)
             ranges = ", ".join(f"{axis} by {times}" for axis, times in multiples)
-            hint = f"in Example(), {named}; and in axes=, divide the range of {ranges}"
+            hint = f"in Example(), {spelled}; and in axes=, divide the range of {ranges}"
     needed = text.splitlines()[0]
     if guards:
         needed = f"{places.get(guards[0][0], '')}it needs {guards[0][1]}"

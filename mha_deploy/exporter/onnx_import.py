@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cached_property, partial
 from itertools import chain, combinations, pairwise, product
 from pathlib import Path
@@ -63,7 +63,19 @@ from mha_deploy.graph.ir import (
 from mha_deploy.graph.roles import MOVES
 from mha_deploy.graph.valid import inline_functions
 from mha_deploy.model.precision import PRECISIONS, find_precision
-from mha_deploy.model.spec import FLOAT, Axes, Axis, Dim, ModelSpec, ModuleSpec, TensorSpec, is_past, size_of
+from mha_deploy.model.spec import (
+    FLOAT,
+    Axes,
+    Axis,
+    Dim,
+    ModelSpec,
+    ModuleSpec,
+    TensorSpec,
+    is_past,
+    size_of,
+    sum_of,
+    terms_of,
+)
 from mha_deploy.options import AUTO, ExportOptions
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.child import RuntimeCrash
@@ -80,6 +92,7 @@ _LAYERS_BYTES = 1 << 30
 _MOST_HALVED = 4  # times that drawn numbers are halved
 _TOKEN_AXES = ("S", "tokens", "new_tokens")  # names for the axis of a token that comes alone
 _HIDES = 1000.0  # a mask number is at least so large
+_MULTIPLES = (2, 4, 8, 16, 32)  # that lengths are tried at: patches, and layers that halve an image
 _LARGEST_TIE, _MOST_TIES = 256, 8  # sizes of weights, or in a Reshape, that an axis is tried at
 
 # What it writes, "?" where that is computed, and the sizes of axes at which the file runs
@@ -403,7 +416,8 @@ class OnnxSource(ExportSource):
         except BackendUnavailable:
             raise  # ONNX Runtime cannot run the file at any size
         except DeployError as error:
-            hint = "--axis NAME=N for an axis that is fixed in the file, --input NAME=FILE.npy"
+            hint = "--axis NAME=N for an axis that is fixed in the file, or a range of multiples of what it "
+            hint += "needs, such as 16:64:128; --input NAME=FILE.npy"
             raise ExportError(
                 "The file does not run at these sizes.",
                 got=f"{sizes_name(sizes)}: {error.in_one_line}",
@@ -442,7 +456,7 @@ class OnnxSource(ExportSource):
     def _tie_axes(self) -> None:
         """Find axes that must be as large as others, or as a weight, where the file says nothing of it."""
         own = [name for name in self.axes if name not in self.chosen]
-        if not own or self._fails() is None:
+        if self._fails() is None or (not own and self._runs_at_multiples()):
             return
         before, batches = (self.dims, self.axes), {name for name, axis in self.axes.items() if axis == _BATCH}
         weights = (each.shape for each in self.original.graph.initializers.values() if each.shape)
@@ -467,7 +481,7 @@ class OnnxSource(ExportSource):
             tried.append(dict.fromkeys(lengths[1:], lengths[0]))
         for ties in tried:
             self.dims, self.axes = _tied(*before, ties)
-            if not ties and self._runs_with_more(lengths):
+            if not ties and (self._runs_with_more(lengths) or self._runs_at_multiples()):
                 return
             if self._fails() is None:
                 for name in [each for each in ties if len(ties) > 1]:  # as few as suffice
@@ -499,6 +513,49 @@ class OnnxSource(ExportSource):
         hint = f"--axis {lengths[0]}=min:opt:max chooses another range"
         self.notes.append(f"the file does not run at fewer than {shown}; {hint}")
         return True
+
+    def _runs_at_multiples(self) -> bool:
+        """Let lengths be multiples, as patches of images need them, where the file runs at no other size.
+
+        A range that the user chose is one of sizes: all of them must be multiples, and are divided.
+        """
+        before, first = (self.dims, self.axes), {dims[0] for dims in self.dims.values() if dims}
+        every = [name for name, axis in self.axes.items() if axis.is_dynamic and name not in first]
+
+        def divided(name: str, times: int) -> Axis | None:
+            sizes = astuple(before[1][name])
+            if name in self.chosen:
+                parts = [size // times for size in sizes if size % times == 0]
+                return Axis(min=parts[0], opt=parts[1], max=parts[2]) if len(parts) == len(sizes) else None
+            return Axis(min=1, opt=max(sizes[1] // times, 2), max=max(sizes[2] // times, 8))
+
+        def fails(times: int, names: Sequence[str], more: str = "") -> bool:
+            multiples: dict[str, str | int] = {name: f"{times}*{name}{more}" for name in names}
+            self.dims, self.axes = _tied(before[0], {}, multiples)[0], dict(before[1])
+            self.axes |= {name: axis for name in names if (axis := divided(name, times)) is not None}
+            return self._fails() is not None
+
+        for times in _MULTIPLES:
+            lengths = [name for name in every if divided(name, times) is not None]
+            if not lengths or fails(times, lengths):
+                continue
+            names = list(lengths)
+            for name in lengths:  # as few as suffice
+                fewer = [each for each in names if each != name]
+                names = names if fails(times, fewer) else fewer
+            if not names or not all(fails(times, names, f"+{more}") for more in range(1, times)):
+                break  # it needs larger sizes, and no multiples
+            self.dims, self.axes = before
+            fixed = _fixed_reshape(self._typed, self.axes) or self._partly_fixed_reshape()
+            if fixed is not None and times not in fixed[2].values():
+                break  # it was made for one size, to which these happen to be reshaped
+            fails(times, names)
+            shown = ", ".join(f"{times}*{name}" for name in names)
+            hint = f"--axis {names[0]}=min:opt:max, in multiples of {times}, chooses other sizes"
+            self.notes.append(f"the file runs only at multiples, so its sizes are {shown}; {hint}")
+            return True
+        self.dims, self.axes = before
+        return False
 
     def run_at_sizes(self) -> list[tuple[dict[str, int], Arrays]]:
         """What the file gives at several sizes of its axes; refuses a file that does not run there."""
@@ -761,7 +818,7 @@ def _named_axes(
                 parts.append(size)
                 continue
             symbol = str(size.value or "").replace(" ", "")
-            names = [part for part in symbol.split("+") if not part.isdecimal()]
+            names = [part for part in terms_of(symbol) if not part.isdecimal()]
             if not names or not all(part.isidentifier() for part in names):
                 symbol = f"{name}_{position}".replace(".", "_").replace("/", "_")
                 names = [symbol]
@@ -822,10 +879,10 @@ def _tied(
     def tied(dim: Dim) -> Dim:
         if isinstance(dim, int):
             return dim
-        parts = [str(ties.get(part, part)) for part in dim.split("+")]
+        parts = [each for part in terms_of(dim) for each in terms_of(str(ties.get(part, part)))]
         number = sum(int(part) for part in parts if part.isdecimal())
-        names = [part for part in parts if not part.isdecimal()]
-        return "+".join([*names, *([str(number)] if number else [])]) if names else number
+        names = sum_of(part for part in parts if not part.isdecimal())
+        return "+".join([names, *([str(number)] if number else [])]) if names else number
 
     return {name: tuple(map(tied, each)) for name, each in dims.items()}, {
         name: axis for name, axis in axes.items() if name not in ties

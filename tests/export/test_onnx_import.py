@@ -347,6 +347,40 @@ def test_a_batch_that_is_also_in_another_size_is_none(tmp_path):
     assert spec.batch is None
 
 
+PATCHES = """<ir_version: 9, opset_import: ["" : 18]>
+patches (float[batch, 1, height, width] x) => (float[batch, 1, height, width] y)
+<float[1, 1, 4, 4] w = {1.0, 0.5, 0.25, 2.0, 1.0, 0.5, 0.25, 2.0, 1.0, 0.5, 0.25, 2.0, 1.0, 0.5, 0.25, 2.0}> {
+    patches = Conv <kernel_shape = [4, 4], strides = [4, 4]> (x, w)
+    pixels = ConvTranspose <kernel_shape = [4, 4], strides = [4, 4]> (patches, w)
+    y = Add(x, pixels)
+}"""
+
+
+@pytest.mark.parametrize(
+    ("given", "dims"),
+    [
+        ({}, ("4*height", "4*width")),
+        ({"height": "8:16:24"}, ("4*height", "4*width")),
+        ({"height": "8:16:24", "width": "8"}, ("4*height", "width")),
+    ],
+)
+def test_sizes_at_which_a_file_runs_may_be_multiples(tmp_path, given, dims):
+    """A range that is given is one of sizes, and divided."""
+    onnx.save(onnx.parser.parse_model(PATCHES), tmp_path / "patches.onnx")
+    bundle = md.import_onnx(tmp_path / "patches.onnx", tmp_path / "bundle", axes=given, golden=("opt",))
+    spec, sizes = bundle.manifest.spec, {"batch": 2, "height": 3, "width": 8}
+    assert spec.inputs[0].dims == ("batch", 1, *dims)
+    assert spec.outputs[0].shape(sizes) == spec.inputs[0].shape(sizes)
+    assert str(spec.axes["height"]) == ("2:4:6" if given else "1:4:16")
+    assert any(dims[0] in note for note in bundle.manifest.notes)
+
+
+def test_a_range_of_other_sizes_than_multiples_is_refused(tmp_path):
+    onnx.save(onnx.parser.parse_model(PATCHES), tmp_path / "patches.onnx")
+    with pytest.raises(md.DeployError, match="does not run at these sizes"):
+        md.import_onnx(tmp_path / "patches.onnx", tmp_path / "bundle", axes={"height": "8:16:22"})
+
+
 def test_a_size_that_only_the_numbers_give_is_refused(tmp_path):
     text = """<ir_version: 9, opset_import: ["" : 18]>
     found (float[A, C] x) => (int64[2, N] y) { some = Relu(x) y = NonZero(some) }"""
