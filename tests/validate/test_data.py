@@ -20,6 +20,7 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.samples import as_taken, read_samples, samples_from
 from mha_deploy.errors import DeployError
 from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.model.spec import Axis, ModuleSpec, TensorSpec
 from mha_deploy.report.table import worst_table
 from mha_deploy.runtime.user_data import open_samples
 from mha_deploy.status import Kind
@@ -505,6 +506,17 @@ def test_nothing_is_unpickled_and_missing_files_and_empty_folders_are_refused(tm
     for place in (tmp_path, tmp_path / "empty", tmp_path / "missing.npz", tmp_path / "missing"):
         with pytest.raises(DeployError):
             list(read_samples(place, spec))
+
+
+def test_the_axis_of_a_sample_is_a_part_of_its_size_where_sizes_are_multiples():
+    image = TensorSpec(name="image", kind="float", dims=("B", "4*H"))
+    axes = {"B": Axis(min=1, opt=2, max=4), "H": Axis(min=1, opt=4, max=8)}
+    spec = ModuleSpec(name="patches", axes=axes, inputs=(image,), outputs=(image,), attention_count=0)
+    given = [{"image": np.ones((2, size), np.float32)} for size in (20, 22)]
+    whole, other = samples_from(given, spec, "given")
+    assert as_taken(whole, spec, PRECISIONS["fp16"]).sizes == {"B": 2, "H": 5}
+    with pytest.raises(DeployError):
+        as_taken(other, spec, PRECISIONS["fp16"])
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
