@@ -1,6 +1,7 @@
 """The commands of the README run, its links and paths exist, and CI runs its test command."""
 
 import ast
+import itertools
 import os
 import re
 import runpy
@@ -15,7 +16,9 @@ import numpy as np
 import onnx
 import pytest
 
+import mha_deploy as md
 from mha_deploy.cli import app, main
+from mha_deploy.engine.engine import parse_ranges
 from mha_deploy.model.catalog import find_spec, read_spec
 from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.runtime.cuda import find_gpu
@@ -71,6 +74,18 @@ def test_every_command_is_a_valid_command_line(page):
             name, verb, rest = app.resolve_command(context, words)
             if verb.name != "plugins":
                 verb.make_context(name, rest, parent=context)
+
+
+def test_the_profiles_of_the_decode_tutorial_lie_within_its_layer():
+    export, *others = re.findall(
+        r"^mha-deploy .+$", (ROOT / "docs/tutorials/decode.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    words, profiles = shlex.split(export), re.findall(r"--profile (\S+)", " ".join(others))
+    given = [word.split("=") for before, word in itertools.pairwise(words) if before == "--axis"]
+    layer = md.load_model(words[2], cache=words[words.index("--cache") + 1], axes=dict(given)).source
+    assert profiles
+    for profile in profiles:
+        assert parse_ranges(profile, layer).keys() == {"B", "S", "T"}
 
 
 # Those that export or build are covered by tests/cli as well, those that compress by tests/export.
