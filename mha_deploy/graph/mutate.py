@@ -16,13 +16,18 @@ from mha_deploy.graph.attention_node import K, Q, V, heads_of, is_attention, rea
 from mha_deploy.graph.ir import (
     NodeBuilder,
     constant,
+    constant_ints,
+    constant_number,
+    dims,
     graph_of_node,
     input_at,
     is_op,
     made_by,
     new_initializer,
+    perm,
     rank,
 )
+from mha_deploy.graph.roles import CARRIES, QUANTIZERS
 from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.spec import ModelSpec
 
@@ -98,13 +103,44 @@ class _Site:
         """The size of an axis, read at run time."""
         return self.build.op("Shape", value, start=axis, end=axis + 1)
 
+    def own(self, position: int) -> tuple[ir.Node, int, int]:
+        """Where the keys, the values or the mask of the model itself are read: a node, its input, their axis.
+
+        An attention sink is keys and values of zeros behind those of the model, and columns of the mask: a
+        mistake in them is none in the model. The same for keys of zeros that stand in for masked ones.
+        """
+        node, at = self.node, position
+        axis = _known(rank(self.input(at))) - 1 if position == an.MASK else self.length_axis
+        reader = node, at, axis
+        while (before := input_at(node, at)) is not None and (maker := before.producer()) is not None:
+            first = input_at(maker, 0)
+            if is_op(maker, "Transpose") and rank(first) is not None:
+                axis = perm(maker)[axis]
+            elif is_op(maker, "Expand") and rank(first) is not None and rank(before) is not None:
+                axis += len(dims(first)) - len(dims(before))
+            elif _appends(maker, axis, position):
+                reader = maker, 0, axis
+            elif not is_op(maker, "Cast", "Identity", *QUANTIZERS):
+                break
+            if not 0 <= axis < (rank(first) or 0):
+                break
+            node, at = maker, 0
+        return reader
+
+    @property
+    def has_sink(self) -> bool:
+        """Whether keys of zeros stand behind those of the model."""
+        return self.own(K)[0] is not self.node
+
     def scatter(self, position: int) -> ir.Node:
         """The node that updates the preallocated cache that an input reads, which must be there."""
-        return _known(made_by(input_at(self.node, position), "TensorScatter"))
+        reader, at, _ = self.own(position)
+        return _known(made_by(input_at(reader, at), "TensorScatter"))
 
     def new_entries(self, position: int) -> ir.Value | None:
         """The new keys or values: the input itself, or the update of a preallocated cache."""
-        value = input_at(self.node, position)
+        reader, at, _ = self.own(position)
+        value = input_at(reader, at)
         if (scatter := made_by(value, "TensorScatter")) is not None:
             value = scatter.inputs[_UPDATE]
             while (layout := made_by(value, "Transpose", "Reshape")) is not None:
@@ -148,13 +184,13 @@ class _Site:
         """Integers that are one too small, but not below 0."""
         return self.build.op("Max", self.build.op("Sub", value, self.build.ints(1)), self.build.ints(0))
 
-    def feed_shifted(self, position: int, axis: int) -> None:
+    def feed_shifted(self, position: int, axis: int, node: ir.Node | None = None) -> None:
         """Shift an input by one along an axis, with its first element twice."""
-        build, value = self.build, self.input(position)
+        build, value = self.build, self.input(position, node)
         axes, first = build.ints(axis), build.ints(0)
         head = build.op("Slice", value, first, build.ints(1), axes)
         tail = build.op("Slice", value, first, build.ints(-1), axes)
-        self.feed(position, build.op("Concat", head, tail, axis=axis))
+        self.feed(position, build.op("Concat", head, tail, axis=axis), node)
 
     def feed_changed_last(
         self, node: ir.Node, position: int, axis: int, change: Callable[[ir.Value], ir.Value]
@@ -185,6 +221,38 @@ class _Site:
         return self.build.op("Mul", value, factors)
 
 
+def _appends(node: ir.Node, axis: int, position: int) -> bool:
+    """Whether a node appends to its first input what is not the model's: zeros, or columns of a mask."""
+    first = input_at(node, 0)
+    if is_op(node, "Concat") and first is not None:
+        is_along = node.attributes.get_int("axis", 0) in (axis, axis - (rank(first) or 0))
+        # Values stand there twice where masked keys have others of zeros in their place.
+        return is_along and all(
+            position == an.MASK or (position == V and other is first) or _is_zeros(other)
+            for other in node.inputs[1:]
+        )
+    pads, count = constant_ints(node, 1), rank(first)
+    if not is_op(node, "Pad") or pads is None or count is None or input_at(node, 3) is not None:
+        return False
+    is_zero = input_at(node, 2) is None or constant_number(input_at(node, 2)) == 0.0
+    is_zero = is_zero and node.attributes.get_string("mode", "constant") == "constant"
+    padded = [at for at, number in enumerate(pads) if number]
+    return is_zero and padded == [count + axis] and pads[count + axis] > 0
+
+
+def _is_zeros(value: ir.Value | None) -> bool:
+    """Whether a value is certainly all zeros."""
+    while (node := made_by(value, "Cast", *CARRIES)) is not None:
+        if is_op(node, "Concat"):
+            return all(map(_is_zeros, node.inputs))
+        value = input_at(node, 0)
+    if (node := made_by(value, "ConstantOfShape")) is not None:
+        fill = node.attributes.get_tensor("value", None)
+        return fill is None or not fill.numpy().any()
+    tensor = constant(value)
+    return tensor is not None and not tensor.numpy().any()
+
+
 # -- Scores, masks and causality -------------------------------------------------------------------
 
 
@@ -203,13 +271,30 @@ def _softcap_dropped(site: _Site) -> None:
 def _mask_dropped(site: _Site) -> None:
     """Every query attends to the masked keys."""
     _need(site.attention.mask != "none")
+    # Zeros hide nothing: a sink whose score is zero, behind keys of which none is masked.
+    _need(site.attention.mask == "bool" or not _is_zeros(site.input(an.MASK)))
     site.node.replace_input_with(an.MASK, None)
 
 
 def _mask_off_by_one(site: _Site) -> None:
     """The mask is shifted by a key: every query attends to the first one that it should not."""
-    _need(site.attention.mask == "bool")
-    site.feed_shifted(an.MASK, axis=_known(rank(site.input(an.MASK))) - 1)
+    node, at, axis = site.node, an.MASK, _known(rank(site.input(an.MASK))) - 1
+    if site.attention.mask != "bool":
+        # With a sink, a mask is a number even where the model has a boolean one.
+        _need(site.has_sink)
+        node, at, axis = site.own(an.MASK)
+        _need(_chooses_constants(input_at(node, at)))
+    site.feed_shifted(at, axis, node)
+
+
+def _chooses_constants(mask: ir.Value | None) -> bool:
+    """Whether the numbers of a mask are constants, of which boolean masks choose one."""
+    while (node := made_by(mask, "Cast", "Identity", "Expand")) is not None:
+        mask = input_at(node, 0)
+    where = made_by(mask, "Where")
+    return where is not None and all(
+        constant_number(each) is not None or _chooses_constants(each) for each in where.inputs[1:]
+    )
 
 
 def _causal_dropped(site: _Site) -> None:
@@ -268,9 +353,9 @@ def _cache_off_by_one(site: _Site) -> None:
 def _newest_entry_zero(site: _Site) -> None:
     """The last of the new keys and values is zero."""
     for position in (K, V):
-        scatter = made_by(input_at(site.node, position), "TensorScatter")
-        node, at = (site.node, position) if scatter is None else (scatter, _UPDATE)
-        axis = _known(rank(site.input(at, node))) // 2
+        node, at, axis = site.own(position)
+        if (scatter := made_by(input_at(node, at), "TensorScatter")) is not None:
+            node, at, axis = scatter, _UPDATE, _known(rank(site.input(_UPDATE, scatter))) // 2
         site.feed_changed_last(node, at, axis, lambda last: site.build.op("Sub", last, last))
 
 
@@ -286,16 +371,18 @@ def _entry_late(site: _Site) -> None:
 def _entries_stale(site: _Site) -> None:
     """Attention reads the preallocated cache as it was before the new entries were written."""
     for position in (K, V):
-        site.node.replace_input_with(position, site.input(0, site.scatter(position)))
+        node, at, _ = site.own(position)
+        node.replace_input_with(at, site.input(0, site.scatter(position)))
 
 
 def _values_beyond_a_length(site: _Site) -> None:
     """The values of the last quarter of the keys are 5 % too large."""
-    build, value = site.build, site.input(V)
-    T = site.size(value, site.length_axis)
+    node, at, axis = site.own(V)
+    build, value = site.build, site.input(at, node)
+    T = site.size(value, axis)
     first = build.op("Div", build.op("Mul", T, build.ints(3)), build.ints(4))
     late = build.op("GreaterOrEqual", build.count_up(T), first)
-    site.feed(V, site.scaled_where(late, site.length_axis, value, 1.05))
+    site.feed(at, site.scaled_where(late, axis, value, 1.05, rank(value)), node)
 
 
 def _bias_dropped(site: _Site) -> None:

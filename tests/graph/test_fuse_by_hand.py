@@ -13,6 +13,7 @@ import mha_deploy as md
 from mha_deploy.graph.fuse.values import folded
 from mha_deploy.graph.ir import is_op
 from mha_deploy.graph.mixed_precision import plan_precision
+from mha_deploy.graph.mutate import mutated
 from mha_deploy.graph.roles import TO_BOOLEAN
 from mha_deploy.runtime import measure_ranges
 
@@ -480,6 +481,51 @@ def test_an_attention_sink_is_a_key_of_zeros(mask, shape):
     ends = [g.ints(each) for each in (0, -shape[-1], -1)]
     report = check_same(g.model(g.op("MatMul", g.op("Slice", g.op("Softmax", shifted), *ends), "v")))
     assert (len(report.fused), report.unfused) == (1, ())
+
+
+def with_keys_of_zeros(kind):
+    """Attention that has keys of zeros behind its own: the file's, or those that its fusion appends."""
+    g = Hand()
+    shown = g.input("shown", [B, 1, S, S], BOOL)
+    if kind == "concatenated":
+        k, v = (g.op("Concat", name, g.const(np.zeros((B, H, 1, D))), axis=2) for name in "kv")
+        scores = g.op("MatMul", "q", g.op("Transpose", k, perm=[0, 1, 3, 2]))
+        return g.model(g.op("MatMul", g.op("Softmax", scores), v))
+    if kind == "instead of masked ones":
+        return g.model(g.attend(g.op("Where", shown, g.scores(), g.const(-5.0))))
+    if kind == "a sink behind two masks":
+        scores = g.op("Where", g.const(LOWER, bool), g.scores(), g.const(-np.inf))
+        scores = g.op("Where", shown, scores, g.const(-1e4))
+    else:
+        scores = g.op("Where", shown, g.scores(), g.const(-1e4)) if "mask" in kind else g.scores()
+    sink = g.const(np.full((B, H, S, 1), 0.0 if "zero" in kind else 1.0))
+    weights = g.op("Softmax", g.op("Concat", scores, sink, axis=-1))
+    ends = [g.ints(each) for each in (0, -1, -1)]
+    return g.model(g.op("MatMul", g.op("Slice", weights, *ends), "v"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_masks"),
+    [
+        ("a sink", ["mask dropped"]),
+        ("a sink of zero", []),
+        ("a sink behind a mask", ["mask dropped", "mask off by one"]),
+        ("a sink behind two masks", ["mask dropped", "mask off by one"]),
+        ("concatenated", []),
+        ("instead of masked ones", ["mask dropped", "mask off by one"]),
+    ],
+)
+def test_mutations_are_those_of_the_models_own_keys(kind, of_masks):
+    model = with_keys_of_zeros(kind)
+    proto, report = fused(model)
+    assert len(report.fused) == 1
+    new, feeds = ir.from_proto(proto), random_feeds(model)
+    (right,) = run(new, feeds)
+    for mutation in ("newest entry zero", "values beyond a length", "mask dropped", "mask off by one"):
+        wrong = mutated(new, mutation)
+        assert (wrong is not None) == (mutation in of_masks or not mutation.startswith("mask")), mutation
+        if wrong is not None:
+            assert np.abs(run(wrong, feeds)[0] - right).max() > 1e-3, mutation
 
 
 def relaxed(g, scores):
