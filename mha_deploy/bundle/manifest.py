@@ -98,6 +98,12 @@ class AttentionNode:
         return self.Hq // self.Hkv
 
     @property
+    def has_dynamic_heads(self) -> bool:
+        """Whether the number or the size of the heads is that of a dynamic axis."""
+        sizes = (self.Hq, self.Hkv, self.D, self.Dv)
+        return any(isinstance(size, str) and GENERATED not in size for size in sizes)
+
+    @property
     def softmax_scale(self) -> float | None:
         """The factor on the scores: the written one; default: 1/sqrt(D)."""
         if self.scale is not None:

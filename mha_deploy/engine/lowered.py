@@ -9,13 +9,14 @@ from typing import Any
 
 import onnx_ir as ir
 
-from mha_deploy.bundle.manifest import Manifest
+from mha_deploy.bundle.manifest import AttentionNode, Manifest
 from mha_deploy.engine.engine import AttentionChoice, first_gpu
 from mha_deploy.engine.plugins import refuse_plugins
 from mha_deploy.errors import nearest
 from mha_deploy.graph import rules
 from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.file import foreign_domains
+from mha_deploy.graph.ir import infer_shapes
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import LoweringError
 from mha_deploy.graph.mixed_precision import is_coarse
@@ -118,7 +119,7 @@ def lower_for(
         return lower(model, dialect, linear=options.accumulate == "fp32", longest=longest), []
     targets = [replace(each, profiles=profiles) for each in targets_of(rt, options)]
     # A graph without attention nodes is built as well; the verdict reports that none was recognized.
-    answers = [answer for target in targets for answer in rules.judge(attention_nodes(model), target)]
+    answers = [answer for target in targets for answer in rules.judge(_attentions_of(model), target)]
     _refuse_hopeless(answers)
     if dialect == "primitives":
         exact = not any(target.is_among("tensorrt < 10") for target in targets)
@@ -226,7 +227,15 @@ def check_eligibility(model: ir.Model, target: Target) -> list[Eligibility]:
         for each in rules.check_operators(model, target)
         if each.cured_by is None and each.severity == rules.REFUSED
     }
-    return rules.judge(attention_nodes(model), target, list(around.values()))
+    return rules.judge(_attentions_of(model), target, list(around.values()))
+
+
+def _attentions_of(model: ir.Model) -> list[AttentionNode]:
+    """The attention nodes of a graph; sizes of heads that it states by name are inferred, as on lowering."""
+    nodes = attention_nodes(model)
+    if any(node.has_dynamic_heads for node in nodes):
+        nodes = attention_nodes(infer_shapes(model.clone()))
+    return nodes
 
 
 def refuse_foreign_operators(model: ir.Model) -> None:

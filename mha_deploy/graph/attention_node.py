@@ -170,8 +170,13 @@ def _sizes(node: ir.Node) -> dict[str, Any]:
         return {**sizes, "Hq": dim(q, 1), "Hkv": dim(k, 1), "D": dim(q, 3), "Dv": dim(v, 3)}
     Hq, Hkv = _attribute(node, "q_num_heads", None), _attribute(node, "kv_num_heads", None)
     widths = {"D": (dim(q, 2), Hq), "Dv": (dim(v, 2), Hkv)}
-    split = {name: size // H if isinstance(size, int) and H else None for name, (size, H) in widths.items()}
-    return {**sizes, "Hq": Hq, "Hkv": Hkv, **split}
+    return {**sizes, "Hq": Hq, "Hkv": Hkv, **{name: _split(*each) for name, each in widths.items()}}
+
+
+def _split(width: Dim, heads: int | None) -> Dim:
+    if not heads or width is None:
+        return None
+    return width // heads if isinstance(width, int) else f"{width}/{heads}"
 
 
 def _is_computed(mask: ir.Value | None) -> bool:

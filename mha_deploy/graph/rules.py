@@ -314,6 +314,7 @@ _ATTENTIONS: dict[str, Callable[[AttentionNode, Target], bool]] = {
     "softmax-precision": lambda node, target: node.softmax_precision is not None,
     "v-head-size": _v_head_size_differs,
     "heads-unknown": lambda node, target: node.rank == 3 and (node.Hq is None or node.Hkv is None),
+    "heads-of-an-axis": lambda node, target: node.has_dynamic_heads,
     "mask-and-causal": lambda node, target: node.mask != "none" and node.is_causal,
     "mask-dtype": lambda node, target: (
         node.mask in ("float", "int") and node.dtype is not None and node.mask_dtype != node.dtype
@@ -342,7 +343,9 @@ _ATTENTIONS: dict[str, Callable[[AttentionNode, Target], bool]] = {
     "head-size-padded": _head_size_unaligned,
     "few-heads": _few_heads,
     "fp32": lambda node, target: node.dtype == "fp32" and not _one_query(node),
-    "type-or-head-size-unknown": lambda node, target: node.dtype is None or not isinstance(node.D, int),
+    "type-or-head-size-unknown": lambda node, target: (
+        node.dtype is None or (not isinstance(node.D, int) and not node.has_dynamic_heads)
+    ),
     "computed-mask": _mask_is_computed,
     "grouped-heads": lambda node, target: node.kind in ("GQA", "MQA"),
     "compute-capability": lambda node, target: target.is_below(7, 5),

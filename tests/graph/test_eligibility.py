@@ -25,6 +25,7 @@ from mha_deploy.runtime.tensorrt.versions import NotFusedError
 
 Q, K = ("B", 8, "S", 64), ("B", 8, "S", 64)
 CROSS, GROUPED = ("B", 8, "T", 64), ("B", 2, "S", 64)
+WIDTHS = ("B", "S", "W"), ("B", "S", "W")
 RTX = target_from("tensorrt-rtx", "1.7.1")
 TRT_11, TRT_10, TRT_8 = (target_from("tensorrt", version) for version in ("11.4.0", "10.14.1", "8.6.1"))
 
@@ -41,7 +42,7 @@ def rules(found: AttentionNode, target: Target) -> dict[str, str]:
     return {finding.rule: finding.severity for finding in judge([found], target)[0].findings}
 
 
-def with_size(D: int) -> tuple[Any, ...]:
+def with_size(D: int | str) -> tuple[Any, ...]:
     return ("B", 8, "S", D), ("B", 8, "S", D)
 
 
@@ -69,6 +70,9 @@ def test_plain_attention_is_taken_and_fused(target: Target) -> None:
         ("bool-mask", "note", node(mask=("bool", ("S", "S")))),
         ("fully-masked-query", "note", node(mask=("fp16", ("S", "S")))),
         ("causal-upper-left", "note", node(Q, CROSS, is_causal=1)),
+        ("heads-of-an-axis", "refused", node(*with_size("N"))),
+        ("heads-of-an-axis", "refused", node(Q, K, ("B", 8, "S", "N"))),
+        ("heads-of-an-axis", "refused", node(*WIDTHS, q_num_heads=8, kv_num_heads=8)),
         ("head-size-range", "not-fused", node(*with_size(8))),
         ("head-size-range", "not-fused", node(*with_size(512))),
         ("head-size-padded", "note", node(*with_size(100))),

@@ -65,6 +65,23 @@ def by_hand(q=("B", 4, "S", 8), k=("B", 4, "S", 8), v=("B", 4, "S", 8), *, opset
     )
 
 
+@pytest.mark.parametrize("names", ["qkv", "v"])
+def test_heads_whose_size_is_a_dynamic_axis_stay_matmuls(names, tmp_path):
+    """As in XCiT, where channels attend to channels: no kernel has heads of any size."""
+    model = by_hand(**dict.fromkeys(names, ("B", 4, "S", "N")))
+    _, report = fuse_attention(model)
+    (left,) = report.unfused
+    assert (report.fused, left.recognized) == ((), True)
+    assert "axis N" in left.reason
+    ir.save(model, tmp_path / "model.onnx")
+    with pytest.raises(DeployError) as refused:
+        md.check(tmp_path / "model.onnx")
+    assert "axis N" in refused.value.got
+    assert "allow_decomposed" in refused.value.hint
+    _, report = fuse_attention(by_hand(**dict.fromkeys(names, ("B", 4, "S", 8))))
+    assert (len(report.fused), report.unfused) == (1, ())
+
+
 @pytest.mark.parametrize("fusible", [True, False])
 def test_the_module_and_the_source_line_come_from_the_exporter(fusible):
     model = by_hand(extra=() if fusible else BOTH_WAYS, scores="s" if fusible else "s2")

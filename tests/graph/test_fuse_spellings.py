@@ -1506,10 +1506,9 @@ def test_attentions_behind_an_embedding_of_onnx_runtime():
     np.testing.assert_allclose(run(new, feeds)[0], run(model, feeds)[0], atol=2e-5)
 
 
-@pytest.mark.parametrize("rows", ["R", 3])
-def test_attention_that_is_tied_over_rows(rows):
+def test_attention_that_is_tied_over_rows():
     """The scores are summed over the rows of an alignment, each of which has values of its own."""
-    g = axes_of({name: (rows, "S", "N", 2, D) for name in "qkv"})
+    g = axes_of({name: (3, "S", "N", 2, D) for name in "qkv"})
     scores = g.op("Einsum", "q", "k", equation="rinhd,rjnhd->hnij")
     masked = g.op("Where", g.input("keep", (1, "N", 1, "S"), BOOL), scores, g.const(-1e9))
     y = g.op("Einsum", g.op("Softmax", masked), "v", equation="hnij,rjnhd->rinhd")

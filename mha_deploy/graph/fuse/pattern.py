@@ -1181,6 +1181,11 @@ class Pattern:
             what = "The scores are scaled by zero, or by a number that is not finite."
             raise NotExpressible(what, got=self.scale)
         self.heads = _heads(q, k, v, letters.head)  # query heads, and key/value heads
+        for whose, size in (("Q and K", q.dim(letters.size)), ("V", v.dim(letters.value_size))):
+            if not isinstance(size, int):
+                is_axis = size is not None and GENERATED not in size
+                what = f"it follows from the axis {size}" if is_axis else "the file does not state it"
+                raise NotExpressible(f"The head size of {whose} is not a fixed number: {what}.")
         shared = {*letters.query, *(letters.head or "")} if len(set(self.heads)) > 1 else set(letters.query)
         for each in self.scores.multipliers:  # what differs between keys is applied to K
             sizes = sizes_of(each.value) or []

@@ -61,7 +61,7 @@ class NotFused(DeployError):
 
 
 class NotExpressible(NotFused):
-    """The attention is recognized, and ONNX's `Attention` cannot express it."""
+    """The attention is recognized, and ONNX's `Attention` cannot express it, with heads of a fixed size."""
 
 
 class NoScores(NotFused):
