@@ -150,7 +150,8 @@ def read_call(node: ir.Node, *, opset: int | None = None) -> AttentionCall:
     sizes = {name: getattr(attention, name) for name in ("Hq", "Hkv", "D", "Dv")}
     for name, size in sizes.items():
         if not isinstance(size, int):
-            raise refuse(f"head layout without a fixed {name}", got=size, hint=hint)
+            of_axis = "fix that axis (--axis N=64 of an export), or " if isinstance(size, str) else ""
+            raise refuse(f"head layout without a fixed {name}", got=size, hint=of_axis + hint)
     call = AttentionCall(node=node, attention=attention, dtype=q.dtype, **inputs, **sizes)
     if call.Hq % call.Hkv:
         raise refuse("uneven head groups", got=f"Hq={call.Hq}, Hkv={call.Hkv}", hint="Hq = n · Hkv")
