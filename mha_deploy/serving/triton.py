@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 from mha_deploy import __version__
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import MANIFEST, MODEL, Bundle, sha256
+from mha_deploy.bundle.sizes import SizeLimit
 from mha_deploy.engine.engine import (
     FOLDER,
     RTX,
@@ -31,8 +33,8 @@ from mha_deploy.engine.plugins import library_needed
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError, ValidationFailed, nearest
 from mha_deploy.files import PathPart, read_json, read_regular
-from mha_deploy.metrics import relative_error
-from mha_deploy.model.spec import ModelSpec, TensorSpec, axes_in
+from mha_deploy.judge import judge_case
+from mha_deploy.model.spec import ModelSpec, ModuleSpec, TensorSpec, axes_in
 from mha_deploy.options import PackageOptions
 from mha_deploy.output import (
     TOOL,
@@ -53,6 +55,7 @@ from mha_deploy.runtime.kserve import BUNDLE_PARAMETER, INSTALL, RUNS_PARAMETER,
 from mha_deploy.serving.backend import BUNDLE, PLUGINS
 from mha_deploy.serving.wheel import wheel_name, write_wheel
 from mha_deploy.status import Outcome, Severity
+from mha_deploy.validation.invariance import invariance_from_runner
 from mha_deploy.validation.records import stored_verdict
 from mha_deploy.validation.runtimes import RuntimeFinder
 
@@ -62,7 +65,7 @@ _TYPES = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "float64": "
 _OWNER = BUNDLE_PARAMETER  # the parameter by which a model of this tool is known
 _CONFIG, _FILES = "config.pbtxt", "mha-deploy.json"
 _IDLE_US = 60_000_000
-_OTHER_RESULT = 0.1  # the relative error of an element that is alone, and does not depend on others
+_QUICK = SizeLimit(gflop=2.0, gib=0.5)  # of one run, to see whether batch elements are independent
 _MODEL_PY = '''"""A bundle of mha-deploy, for the Python backend of Triton."""
 
 from mha_deploy.serving.backend import TritonPythonModel
@@ -171,7 +174,7 @@ class Packaging:
             kept = {each.input for each in cache.tensors} | {each.name for each in cache.positions}
             self.inputs = tuple(each for each in self.inputs if each.name not in kept)
             self.outputs = tuple(each for each in self.outputs if each.name in cache.outputs)
-        self.batch, self._no_batch = self._find_batch()
+        self.batch = self.spec.batch or self.spec.leading
         self.max_batch = self._max_batch()
 
     # -- what runs it ----------------------------------------------------------------------------
@@ -255,28 +258,38 @@ class Packaging:
                 problem, got=", ".join(sorted(versions)), hint="build the engines with one version"
             )
 
-    def _find_batch(self) -> tuple[str | None, str]:
-        """The axis of the batch, or why there is none; where no name tells, a golden case is tried."""
-        axis = self.spec.batch or self.spec.leading
-        if axis is None:
-            first = ", ".join(f"{each.name} {each.dims}" for each in (*self.inputs, *self.outputs))
-            return None, f"no axis comes first in every output: {first}"
-        if axis == self.spec.batch:
-            return axis, ""
-        cases = sorted(golden_cases(self.bundle), key=lambda case: sum(x.size for x in case.oracle.values()))
-        case = next((each for each in cases if each.sizes[axis] > 1), None)
-        if case is None:
-            return None, f"no golden case has two elements of axis {axis}, which comes first"
-        alone = {tensor.name for tensor in self.spec.inputs if tensor.dims[:1] == (axis,)}
-        precision = self.bundle.manifest.precision
-        with open_runner(available_cpu_runtime(precision), self.bundle.model_path) as runner:
-            for at in range(case.sizes[axis]):
-                part = {key: x[at : at + 1] if key in alone else x for key, x in case.inputs.items()}
-                for name, got in runner.run(part).items():
-                    true = case.oracle[name][at : at + 1]
-                    if got.shape != true.shape or relative_error(got, true) > _OTHER_RESULT:
-                        return None, f"output {name} of element {at} of axis {axis} depends on the others"
-        return axis, ""
+    @cached_property
+    def _why_dependent(self) -> str | None:
+        """Why elements along the axis of the batch may depend on each other; None where they do not.
+
+        Those of a catalog layer are independent by its definition. Of any other model no name tells, so a
+        golden case is run in parts, in another order and among other neighbors.
+        """
+        batch, manifest = self.batch, self.bundle.manifest
+        if batch is None or not isinstance(self.spec, ModuleSpec):
+            return None
+        cases = [each for each in golden_cases(self.bundle) if each.sizes[batch] > 1]
+        cases.sort(key=lambda case: sum(array.size for array in case.oracle.values()))
+        why = "no golden case has two of them"
+        try:
+            with open_runner(available_cpu_runtime(manifest.precision), self.bundle.model_path) as runner:
+                for case in cases:
+                    verdicts = judge_case(case, runner.run(case.inputs), manifest.precision)
+                    unjudged = [f"{each.output}: {each.problem}" for each in verdicts if not each.passed]
+                    if unjudged:  # a part that differs from this case would show nothing
+                        why = f"{case.name}, {unjudged[0]}"
+                        continue
+                    checks = invariance_from_runner(
+                        runner, [case], self.spec, manifest.precision, limit=_QUICK, along=batch
+                    )
+                    wrong = [f"{each.detail}: {each.problem}" for each in checks if each.problem]
+                    if not wrong:
+                        return None
+                    why = f"{case.name}, {wrong[0]}"
+                    break
+        except DeployError as error:
+            why = error.in_one_line
+        return f"elements of axis {batch} are not shown to be independent: {why}"
 
     def _max_batch(self) -> int:
         """The largest batch that the server may put together; 0 where it must not."""
@@ -328,7 +341,8 @@ class Packaging:
     def _why_unbatched(self) -> str | None:
         batch = self.batch
         if batch is None:
-            return self._no_batch
+            first = ", ".join(f"{each.name} {each.dims}" for each in (*self.inputs, *self.outputs))
+            return f"no axis comes first in every output: {first}"
         for tensor in (*self.spec.inputs, *self.spec.outputs):
             if not tensor.dims or tensor.dims[0] != batch:
                 return f"the first dimension of {tensor.name} is not the batch {batch}: {tensor.dims}"
@@ -339,7 +353,7 @@ class Packaging:
             if ranges[batch].min > 1:
                 name = engine.manifest.profile_name(index)
                 return f"profile {name} of engine {engine.path.stem} begins with a batch of {ranges[batch]}"
-        return None
+        return self._why_dependent
 
     # -- what is written -------------------------------------------------------------------------
 

@@ -58,14 +58,18 @@ def invariance_from_runner(
     precision: Precision,
     *,
     limit: SizeLimit | None = None,
+    along: str | None = None,
 ) -> tuple[InvarianceCheck, ...]:
-    """Run the batch elements of every case in other places, and judge what comes out."""
-    # Whether batch elements do not know of each other: of a module, the name of its axis says so.
-    batch = None if spec.batch is None else spec.axes[spec.batch]
-    has_batch = batch is not None and all(_is_batched(tensor, spec) for tensor in spec.outputs)
+    """Run the batch elements of every case in other places, and judge what comes out.
+
+    They are the elements `along` an axis; default: the one whose name says that they are independent.
+    """
+    name = along or spec.batch_name
+    batch = spec.axes.get(name)
+    has_batch = batch is not None and all(_is_batched(tensor, spec, name) for tensor in spec.outputs)
     found: list[InvarianceCheck] = []
     for case in cases if has_batch else ():
-        moved = _MovedCase(runner, case, spec, precision)
+        moved = _MovedCase(runner, case, spec, precision, name)
         found += [moved.check(*planned) for planned in moved.plan(limit or SizeLimit())]
     profiled = isinstance(runner, ProfiledRunner)
     why = {
@@ -87,10 +91,10 @@ def invariance_from_runner(
     return tuple(found)
 
 
-def _is_batched(tensor: TensorSpec, spec: ModelSpec) -> bool:
+def _is_batched(tensor: TensorSpec, spec: ModelSpec, name: str) -> bool:
     """Whether the batch is the first axis of a tensor; a fixed batch stands there as its number."""
-    batch = spec.axes[spec.batch_name]
-    return bool(tensor.dims) and tensor.dims[0] == (spec.batch_name if batch.is_dynamic else batch.min)
+    batch = spec.axes[name]
+    return bool(tensor.dims) and tensor.dims[0] == (name if batch.is_dynamic else batch.min)
 
 
 class _Arrangement(NamedTuple):
@@ -112,9 +116,11 @@ class _Answer(NamedTuple):
 class _MovedCase:
     """A case in a runtime: plans trials, runs them, and judges their answers."""
 
-    def __init__(self, runner: Runner, case: GoldenCase, spec: ModelSpec, precision: Precision) -> None:
+    def __init__(
+        self, runner: Runner, case: GoldenCase, spec: ModelSpec, precision: Precision, batch: str
+    ) -> None:
         self.runner, self.case, self.spec, self.precision = runner, case, spec, precision
-        self.batch = spec.batch_name
+        self.batch = batch
 
     @cached_property
     def plain(self) -> dict[str, np.ndarray]:
@@ -151,7 +157,9 @@ class _MovedCase:
             yield PROFILE, f"profile {', '.join(map(str, profiles))}", under
 
     def _batched(self) -> dict[str, TensorSpec]:
-        return {tensor.name: tensor for tensor in self.spec.inputs if _is_batched(tensor, self.spec)}
+        return {
+            tensor.name: tensor for tensor in self.spec.inputs if _is_batched(tensor, self.spec, self.batch)
+        }
 
     def _rearranged(self, elements: list[int]) -> _Arrangement:
         """The given batch elements of the case, in that order."""

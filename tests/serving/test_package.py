@@ -127,25 +127,32 @@ def named(tmp_path_factory):
     """An ONNX file whose first axis has another name, as a bundle."""
     folder = tmp_path_factory.mktemp("named")
 
-    def make(name, shape, *, second=False):
-        path, axes = folder / f"{name}.onnx", {name: "1:2:4"}
+    def make(name, shape, *, second=False, share=1.0, golden="opt"):
+        path, axes = folder / f"{name}{second}{share}{golden}.onnx", {name: "1:2:4"}
         dims = [onnx.helper.make_tensor_value_info(each, onnx.TensorProto.FLOAT, shape) for each in "xy"]
         mean = onnx.helper.make_node("ReduceMean", ["x", "axis"], ["mean"], keepdims=1)
         graph = onnx.helper.make_graph(
-            [mean, onnx.helper.make_node("Sub", ["x", "mean"], ["y"])],
+            [
+                mean,
+                onnx.helper.make_node("Mul", ["mean", "share"], ["part"]),
+                onnx.helper.make_node("Sub", ["x", "part"], ["y"]),
+            ],
             "centered",
             dims[:1],
             dims[1:],
-            [onnx.numpy_helper.from_array(np.array([0 if second else 1]), "axis")],
+            [
+                onnx.numpy_helper.from_array(np.array([0 if second else 1]), "axis"),
+                onnx.numpy_helper.from_array(np.array([share], np.float32), "share"),
+            ],
         )
         opset = [onnx.helper.make_opsetid("", 23)]
         onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=10), path)
-        return md.export(path, folder / f"{name}{second}", golden=("opt",), axes=axes)
+        return md.export(path, path.with_suffix(""), golden=(golden,), axes=axes)
 
     return make
 
 
-@pytest.mark.parametrize("axis", ["batch_size", "documents"])
+@pytest.mark.parametrize("axis", ["B", "batch_size", "documents"])
 def test_the_batch_may_have_any_name(named, tmp_path, axis):
     made = md.package(named(axis, [axis, 6]), tmp_path / "models", runtimes=["ort-cpu"])
     found = config_of(made)
@@ -154,14 +161,21 @@ def test_the_batch_may_have_any_name(named, tmp_path, axis):
     assert found.model_warmup[0].batch_size == 2
 
 
-def test_elements_that_depend_on_each_other_are_no_batch(named, tmp_path):
-    bundle = named("tokens", ["tokens", 6], second=True)
+@pytest.mark.parametrize(("axis", "share"), [("tokens", 1.0), ("B", 1.0), ("batch_size", 0.03)])
+def test_elements_that_depend_on_each_other_are_no_batch(named, tmp_path, axis, share):
+    bundle = named(axis, [axis, 6], second=True, share=share)
     made = md.package(bundle, tmp_path / "models", runtimes=["ort-cpu"])
     assert made.max_batch == config_of(made).max_batch_size == 0
-    assert "tokens" in made.unbatched
+    assert f"axis {axis} " in made.unbatched
     with pytest.raises(md.DeployError, match="cannot batch") as caught:
         md.package(bundle, tmp_path / "others", runtimes=["ort-cpu"], max_batch=2)
-    assert "tokens" in caught.value.got
+    assert f"axis {axis} " in caught.value.got
+
+
+def test_without_two_elements_nothing_tells_that_they_are_independent(named, tmp_path):
+    made = md.package(named("B", ["B", 6], golden="min"), tmp_path / "models", runtimes=["ort-cpu"])
+    assert made.max_batch == 0
+    assert "axis B " in made.unbatched
 
 
 @pytest.mark.parametrize("name", ["tiny-dynamic", "tiny-preallocated"])
