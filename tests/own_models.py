@@ -1,9 +1,11 @@
 """A user's own model, and factories that do not meet the contract."""
 
 import math
+import os
 import random
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from mha_deploy.model.deployable import Deployable, Example
@@ -134,6 +136,30 @@ def forgetful():
     with torch.no_grad():
         made.module.embedding.weight += random.SystemRandom().random()
     return made
+
+
+class Windowed(nn.Module):
+    """Attention to the latest `window` tokens."""
+
+    def __init__(self, window):
+        super().__init__()
+        self.window = window
+
+    def forward(self, x):
+        at = torch.arange(x.shape[1])
+        seen = (at <= at[:, None]) & (at > at[:, None] - self.window)
+        heads = x[:, None]
+        return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=seen)[:, 0]
+
+
+def rewritten():
+    """Code that the environment changes, and with it what longer sequences give."""
+    window = int(os.environ.get("OWN_MODELS_WINDOW", "4"))
+    return Deployable(
+        module=Windowed(window),
+        inputs={"x": Example(torch.randn(2, 6, 16), "B", "S")},
+        axes={"B": "1:2:4", "S": "1:6:12"},
+    )
 
 
 def fails():

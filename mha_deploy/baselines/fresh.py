@@ -172,18 +172,41 @@ class ProgramValues:
         # A mixed graph was made from the module in float32, and its values have the names of that program.
         self.user = reopen_user_module(spec, find_precision("fp32") if spec.mixed else own)
         self.exported = export_user_module(self.user)
+        # Changed code may show at some sizes only, such as a window in those cases that are longer.
+        for entry in sorted(bundle.manifest.golden, key=lambda entry: math.prod(entry.sizes.values())):
+            self.at(read_case(bundle, entry), ())
 
     def at(self, case: GoldenCase, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Values of the graph in FP64, by their names; what the program does not compute is left out."""
         known = [name for name in names if self.exported.node_of(name) is not None]
         inputs = {name: tensor_from_numpy(array) for name, array in case.inputs.items()}
-        outputs, kept = run_program(self.exported, inputs, keep=known)
+        try:
+            outputs, kept = run_program(self.exported, inputs, keep=known)
+        except (RuntimeError, MemoryError) as error:
+            if out_of_memory(error) is None:
+                raise
+            what = "Out of memory: a stored case cannot be computed again, to compare it with the module."
+            raise DeployError(
+                what, got=case.name, hint="a machine with as much memory as the export"
+            ) from error
         for name, oracle in case.oracle.items():
             found = to_numpy(outputs[name]) if name in outputs else np.empty(())
-            if found.shape != oracle.shape or not np.allclose(found, oracle, rtol=1e-6, atol=1e-9):
-                what = "The factory's module no longer computes what it computed at export."
-                raise BundleError(what, got=f"output {name} of golden case {case.name}", hint="export again")
+            problem = _difference(found, oracle)
+            if problem is not None:
+                what = f"{self.user.factory} no longer computes what was exported."
+                got = f"output {name} of {case.name}: {problem}"
+                hint = "export again, or restore the code that was exported"
+                raise BundleError(what, got=got, hint=hint)
         return {name: to_numpy(tensor) for name, tensor in kept.items()}
+
+
+def _difference(found: np.ndarray, oracle: np.ndarray) -> str | None:
+    """How two results in FP64 differ by more than the order of additions explains; None if they do not."""
+    if found.shape != oracle.shape:
+        return f"shape {found.shape}, not {oracle.shape}"
+    scale = float(np.abs(oracle).max(initial=1, where=np.isfinite(oracle)))
+    same = np.isclose(found, oracle, rtol=1e-6, atol=1e-9 * scale)
+    return None if same.all() else f"{same.size - int(same.sum())} of {same.size} numbers differ"
 
 
 # -- Probe inputs: large tokens where a mask, a window or a cache ends -----------------------------
@@ -307,10 +330,8 @@ def open_capture(
     spec: ModelSpec, bundle: Bundle, device: str, oracle_bytes: int | None
 ) -> tuple[Capture, str, Probes]:
     """What captures cases of a bundle's model, the device that it runs on, and its probes."""
-    program, manifest = ProgramValues(bundle), bundle.manifest
-    smallest = min(manifest.golden, key=lambda entry: math.prod(entry.sizes.values()))
-    program.at(read_case(bundle, smallest), ())  # it must still be what it was
-    own, tensors = manifest.precision, (*spec.inputs, *spec.outputs)
+    program = ProgramValues(bundle)
+    own, tensors = bundle.manifest.precision, (*spec.inputs, *spec.outputs)
     types = {each.name: own.numpy_of(each.kind) for each in tensors} if spec.mixed else {}
     return ModuleCapture(program.user, program.exported, own, 0, types), "cpu", {"edges": dict}
 

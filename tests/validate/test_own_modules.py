@@ -24,7 +24,7 @@ from mha_deploy.graph.file import load_graph
 from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.runtime.child import isolation
 from mha_deploy.status import Outcome
-from mha_deploy.validation.fault import layers_case
+from mha_deploy.validation.fault import layers_case, reference_for
 from mha_deploy.validation.run import validate_bundle
 
 OWN = Path(__file__).parents[1] / "own_models.py"
@@ -229,6 +229,25 @@ def test_an_attention_that_nobody_could_write_as_one_node(own_bundles):
 def test_a_factory_that_gives_other_weights_is_no_oracle(own_bundles):
     with pytest.raises(DeployError, match="no longer"):
         validate_bundle(own_bundles("forgetful"), ValidateOptions(fresh=1))
+
+
+@pytest.mark.slow
+def test_a_factory_whose_code_was_changed_is_no_oracle(own_bundles, monkeypatch):
+    """The graph is what was exported, and right; the shortest case does not show what was changed."""
+    bundle = own_bundles("rewritten", golden=("opt", "min"))
+    case = next(case for case in golden_cases(bundle) if case.name == "opt")
+    options = ValidateOptions(runtimes=("ort-cpu",))
+    assert {each.cases for each in validate_bundle(bundle, options).record.parity} >= {"golden", "fresh"}
+    assert reference_for(bundle, case, "tensorrt").module_unused is None
+    monkeypatch.setenv("OWN_MODELS_WINDOW", "5")
+    report = validate_bundle(bundle, options).record
+    assert "fresh" not in {each.cases for each in report.parity}
+    assert report.fault is None
+    assert report.verdict.outcome is not Outcome.FAILED
+    assert any("no longer computes" in each.reason for each in report.absent)
+    with pytest.raises(DeployError, match="no longer computes"):
+        validate_bundle(bundle, replace(options, fresh=1))
+    assert "no longer computes" in reference_for(bundle, case, "tensorrt").module_unused.got
 
 
 def test_the_look_inside_must_be_whole(copied):
