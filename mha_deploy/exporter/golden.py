@@ -468,10 +468,10 @@ class ModuleCapture(Capture):
         if not cache.is_preallocated:
             if all(np.isfinite(true[name]).all() for name in cache.outputs):  # else refused with its cause
                 got = run(empty, other, mode)
-                _refuse_difference(_where_seen(got, true, cache, feeds), *decoding)
                 try:
                     _refuse_difference(got, *decoding)
-                except ExportError:
+                except ExportError:  # which it stays unless only hidden tokens differ
+                    _refuse_difference(_where_seen(got, true, cache, feeds), *decoding)
                     feeds |= {name: torch.ones_like(feeds[name]) for name in _whole_masks(cache, feeds)}
                     true = run(empty, whole, mode)
                     _refuse_difference(run(empty, other, mode), where, cache, true, *decoding[3:])

@@ -752,8 +752,8 @@ class Planner:
             if value.is_graph_output() and value.name not in float32_ends:
                 written.add("fp16")
             # Mask numbers that absorb any score are one number after `fuse`.
-            own = value.meta.get(MODEL_NUMBER, number)
-            own = number if own is None else own
+            known = value.meta.get(MODEL_NUMBER)
+            own = number if known is None else known
             if not math.isfinite(own):
                 continue  # the model has no such number: `fuse` wrote it
             reason = (

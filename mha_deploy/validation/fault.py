@@ -390,7 +390,7 @@ def _title(node: ir.Node) -> str:
 def _mask_nodes(model: ir.Model) -> set[ir.Node]:
     """The nodes that the masks of attentions are computed by; not those that only give a size."""
     masks = [input_at(node, 3) for node in model.graph if is_op(node, "Attention")]
-    return set(nodes_behind(masks, lambda node: () if is_op(node, "Shape") else node.inputs))
+    return set(_numbers_behind(masks))
 
 
 class _WrongValue(NamedTuple):

@@ -171,11 +171,9 @@ class Bias:
             value = builder.op("Mul", value, builder.constant(self.factor, value.dtype or dtype), name="bias")
         if self.value.dtype != dtype:
             value = builder.op("Cast", value, to=int(dtype), name="bias")
-        return (
-            builder.op("Max", value, _of_no_model(float(dtype.min), builder, dtype))
-            if self.clipped
-            else value
-        )
+        if not self.clipped:
+            return value
+        return builder.op("Max", value, _of_no_model(float(dtype.min), builder, dtype))
 
 
 Term = Fill | Bias

@@ -287,3 +287,7 @@ def is_list_of_places(node: ir.Node) -> bool:
     users = [use.node for value in node.outputs for use in value.uses()]
     writes = [use.node for turned in users for value in turned.outputs for use in value.uses()]
     return not writes or any(_masked_write(each) is None for each in writes)
+
+
+INDEXING_RULES = {"Slice": slice_to_first, "ScatterND": write_where_true}
+"""How the forms of indexing are written that TensorRT-RTX gets wrong or refuses."""

@@ -17,11 +17,10 @@ from mha_deploy.graph.lower import masks
 from mha_deploy.graph.lower.call import AttentionCall, Outputs
 from mha_deploy.graph.lower.masks import Mask
 from mha_deploy.graph.lower.operators import (
+    INDEXING_RULES,
     rms_norm_to_primitives,
     rotary_to_primitives,
     scatter_to_primitives,
-    slice_to_first,
-    write_where_true,
 )
 from mha_deploy.graph.lower.quantized import folded_scale, quantized_heads, requantized
 
@@ -31,8 +30,7 @@ OPERATOR_RULES = {
     "RotaryEmbedding": rotary_to_primitives,
     "TensorScatter": scatter_to_primitives,
     "RMSNormalization": rms_norm_to_primitives,
-    "Slice": slice_to_first,
-    "ScatterND": write_where_true,
+    **INDEXING_RULES,
 }
 """How the operators around attention are written."""
 

@@ -36,12 +36,7 @@ from mha_deploy.graph.ir import (
 )
 from mha_deploy.graph.lower import masks
 from mha_deploy.graph.lower.call import AttentionCall, LoweringError, OperatorRules, Outputs
-from mha_deploy.graph.lower.operators import (
-    keep_scatter,
-    reshape_to_known_sizes,
-    slice_to_first,
-    write_where_true,
-)
+from mha_deploy.graph.lower.operators import INDEXING_RULES, keep_scatter, reshape_to_known_sizes
 from mha_deploy.graph.lower.quantized import write_operator
 from mha_deploy.graph.lower.to_primitives import (
     OPERATOR_RULES,
@@ -88,12 +83,7 @@ def operator_rules(options: TrtOptions) -> OperatorRules:
     """The rules for the operators around attention."""
     if options.decode_primitives:
         return OPERATOR_RULES
-    return {
-        "Reshape": reshape_to_known_sizes,
-        "TensorScatter": keep_scatter,
-        "Slice": slice_to_first,
-        "ScatterND": write_where_true,
-    }
+    return {"Reshape": reshape_to_known_sizes, "TensorScatter": keep_scatter, **INDEXING_RULES}
 
 
 def lower_to_trt(call: AttentionCall, b: NodeBuilder, options: TrtOptions) -> Outputs | None:
