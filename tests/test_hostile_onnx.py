@@ -65,6 +65,13 @@ def test_a_small_file_is_read(tmp_path, name):
     assert forked("inspect", tmp_path / MODEL).code == 0
 
 
+def test_an_output_without_a_type_is_shown(tmp_path):
+    model = small_files()["function"]
+    model.graph.output[0].type.tensor_type.elem_type = 0
+    written(tmp_path, model)
+    assert forked("inspect", tmp_path / MODEL).code == 0
+
+
 @pytest.mark.parametrize("count", [25, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", small_files())
 def test_a_mutated_file_is_read_or_refused(tmp_path, name, count):

@@ -146,7 +146,7 @@ def _tensor(value: ir.Value) -> dict[str, str]:
     """An input or output of a graph: `float16`, `[batch, 16, ?]`."""
     dims = value.shape if value.shape is not None else ()
     shown = ", ".join(str(dim) if isinstance(dim, int) else dim.value or "?" for dim in dims)
-    kind = "?" if value.dtype is None else str(value.dtype.numpy())
+    kind = "?" if value.dtype is None or value.dtype.name == "UNDEFINED" else str(value.dtype.numpy())
     return {"name": str(value.name), "type": kind, "shape": f"[{shown}]" if value.shape is not None else "?"}
 
 

@@ -232,8 +232,10 @@ def _give_cache(
         whole = feeds[name]
         new = np.stack([whole[at, :, start : start + S] for at, start in enumerate(starts)])
         old = whole.copy()
+        # An old key is read, then hidden: its score must be a number of the type.
+        stale = 0.0 if name == "k" and node["scores"] == "extreme" else _FAR
         for at, start in enumerate(starts):
-            old[at, :, start : start + S] = _FAR
+            old[at, :, start : start + S] = stale
         dims = [first.shape[0], whole.shape[1]]
         past = feed(name, old, [*dims, whole.shape[2], whole.shape[3]])
         fresh = feed(f"{name}_new", new, [*dims, "S" if "S" in node["symbolic"] else S, whole.shape[3]])

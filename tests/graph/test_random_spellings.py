@@ -27,8 +27,8 @@ def fuse_and_compare(seed):
 
 # After the first ones: two masks of different numbers, one that is added to -inf, and one behind a factor;
 # weights that are halved between matrices; a minimum of scores that another mask made smaller; the lowest
-# number, divided by a tensor, before NaN weights become 0.
-@pytest.mark.parametrize("seed", [*range(20), 1579, 1779, 2376, 3414, 3538, 7265, 51591, 50010016])
+# number, divided by a tensor, before NaN weights become 0, and before a minimum.
+@pytest.mark.parametrize("seed", [*range(20), 1579, 1779, 2376, 3414, 3538, 7265, 18482, 51591, 50010016])
 def test_spelled_at_random(seed):
     fuse_and_compare(seed)
 

@@ -233,7 +233,7 @@ def test_a_crash_at_one_size_fails_that_case(validated, monkeypatch):
     ours = [parity for parity in report["parity"] if parity["runtime"].startswith("ort-cpu")]
     verdicts = {verdict["case"]: verdict for parity in ours for verdict in parity["verdicts"]}
     assert verdicts["opt"]["outcome"] == "passed"
-    assert "SIGSEGV" in verdicts["odd"]["problem"]
+    assert "SIGSEGV" in verdicts["odd"]["reason"]["got"]
     assert all(parity["outcome"] == "passed" for parity in report["parity"] if parity not in ours)
 
 

@@ -57,6 +57,7 @@ _MAX_DEPTH = 12  # of the nodes that a mask of zeros and ones is read through
 _MOST_IN_CHUNKS = 256  # nodes that add up the chunks of a softmax
 _MOST_BETWEEN = 64  # nodes that are searched for other masks
 _NO_SCORE = 1e30
+_MASKS = 1e3  # a number of at least this size is that of a mask
 _LAYOUT = (*MOVES, "Expand", "Slice", "Gather", "Tile")
 
 
@@ -474,13 +475,25 @@ def _minimum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
 
 
 def _may_be_below(scores: ir.Value, number: float) -> bool:
-    """Whether something between scores and their matmul has a number that is further from 0 than this one."""
-    behind = nodes_behind(
-        [scores], lambda node: () if is_op(node, "MatMul", "Einsum", "Shape") else node.inputs
-    )
-    given = {each for node in itertools.islice(behind, _MOST_BETWEEN) for each in node.inputs}
-    numbers = [scalar_of(each) for each in given if constant(each) is not None]
-    return any(each < number or -number < each < math.inf for each in numbers if each is not None)
+    """Whether something between scores and their matmul may be further from 0 than this number."""
+
+    def between(value: ir.Value | None) -> list[ir.Node]:
+        stop = ("MatMul", "Einsum", "Shape")
+        behind = nodes_behind([value], lambda node: () if is_op(node, *stop) else node.inputs)
+        return list(itertools.islice(behind, _MOST_BETWEEN))
+
+    def numbers(nodes: Iterable[ir.Node]) -> list[float]:
+        given = {each for node in nodes for each in node.inputs if constant(each) is not None}
+        return [found for each in given if (found := scalar_of(each)) is not None]
+
+    nodes = between(scores)
+    if any(each < number or -number < each < math.inf for each in numbers(nodes)):
+        return True
+    for node in nodes:  # the number of a mask grows by a factor behind it, and by that of another mask
+        masked = [any(abs(each) >= _MASKS for each in numbers(between(value))) for value in node.inputs]
+        if sum(masked) >= {"Mul": 1, "Div": 1, "Add": 2, "Sub": 2}.get(node.op_type, math.inf):
+            return True
+    return False
 
 
 def _zeroed(value: ir.Value | None, builder: NodeBuilder) -> tuple[ir.Value, ir.Value | None, bool]:
