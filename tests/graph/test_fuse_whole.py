@@ -33,7 +33,8 @@ SDPA = {
     "mistral-full": [BOTH] * 2,
     "t5": [FLOAT] * 6,
     "whisper-encoder": [PLAIN] * 2,
-    "whisper": [PLAIN, PLAIN, BOTH, PLAIN, BOTH, PLAIN],
+    # Transformers copies the positions for each sequence: the triangle is part of a mask of the batch.
+    "whisper": [PLAIN, PLAIN, BOOL, PLAIN, BOOL, PLAIN],
     "vit": [PLAIN] * 2,
     "llama-step": [BOOL] * 2,
     "transformer-encoder": [FLOAT] * 2,
