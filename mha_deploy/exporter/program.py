@@ -465,6 +465,8 @@ def _write_for_onnx(program: ExportedProgram) -> None:
             _write_masked_by_where(graph, node)
         elif node.target is _aten._is_all_true.default:
             node.target = _aten.all.default
+        elif node.target in (_aten.amax.default, _aten.amin.default) and len(node.args) == 1:
+            node.args = (*node.args, list(range(node.args[0].meta["val"].dim())))
         elif node.target in (_aten.rsub.Scalar, _aten.sub.Tensor) and len(node.args) == 2:
             value, number = node.args if node.target is _aten.rsub.Scalar else node.args[::-1]
             if not isinstance(number, float) or not isinstance(value, Node):
@@ -794,9 +796,17 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 
 
 def _refuse_changes(program: ExportedProgram) -> None:
-    """A graph cannot write to a module's buffers, nor to what it is given."""
+    """A graph cannot write to a module's buffers, nor to what it is given.
+
+    A buffer that is overwritten before it is read keeps nothing for the next call, and is none of its state.
+    """
     kinds = {OutputKind.BUFFER_MUTATION: "its buffer", OutputKind.USER_INPUT_MUTATION: "its input"}
-    written = [spec for spec in program.graph_signature.output_specs if spec.kind in kinds]
+    signature = program.graph_signature
+    read = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    overwritten = {signature.inputs_to_buffers[name] for name in signature.inputs_to_buffers.keys() - read}
+    written = [
+        spec for spec in signature.output_specs if spec.kind in kinds and spec.target not in overwritten
+    ]
     if changed := ", ".join(f"{kinds[spec.kind]} {spec.target}" for spec in written):
         hint = "make a KV cache an input (kv_cache=, positions=); copy anything else that is changed in place"
         raise ExportError("The module changes its own inputs or buffers.", got=changed, hint=hint)

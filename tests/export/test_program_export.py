@@ -501,6 +501,29 @@ def test_a_module_that_replaces_its_own_tensors():
         torch.testing.assert_close(run_program(exported, drawn, mode=Float32Accumulation())[0][name], wanted)
 
 
+class Normalized(nn.Module):
+    """Writes all of a buffer in every call, before it reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.ones(()))
+
+    def forward(self, x):
+        self.largest.copy_(x.abs().amax())
+        return x / self.largest
+
+
+def test_a_buffer_that_is_overwritten_before_it_is_read_is_no_state():
+    example = {"x": torch.randn(2, 8)}
+    exported = export_program(Normalized(), example, {"x": ("B", "S")}, {"B": B, "S": S})
+    for length in (3, 9):
+        drawn = {"x": torch.randn(2, length)}
+        (name,) = exported.outputs
+        wanted = drawn["x"] / drawn["x"].abs().amax()
+        torch.testing.assert_close(run_program(exported, drawn, mode=Float32Accumulation())[0][name], wanted)
+        np.testing.assert_allclose(run(exported.model, drawn)[name], wanted, rtol=1e-6)
+
+
 class Frozen(dict):
     """A configuration that refuses to be changed, as those of diffusers do."""
 
