@@ -807,6 +807,19 @@ IN_FP32 = {"reads": ("Float",), "writes": ("Float",)}
         ([PROJ, reported("__myl_CastMul_myl0_3", reads=("Int8",))], "fp16", None, "mixed", None),
         ([PROJ, reported("__myl_DequMul_myl0_3", reads=("FP8",))], "fp16", None, "mixed", None),
         ([PROJ, reported("__myl_Quan_myl0_3", writes=("Int8",))], "fp16", {"proj": MATMUL}, "mixed", None),
+        # What the graph quantized before may be moved, but not become narrower.
+        (
+            [PROJ, reported("__myl_Tran_myl0_3", reads=("Int8",), writes=("Int8",))], "fp16",
+            {"proj": MATMUL, "quantize": replace(SMALL, quantized="int8")}, "verified", None,
+        ),
+        (
+            [PROJ, reported("__myl_MulMin_myl0_3", reads=("Half", "Int8"), writes=("Int8",))], "fp16",
+            {"proj": MATMUL, "quantize": replace(SMALL, quantized="int8")}, "mixed", None,
+        ),
+        (
+            [PROJ, reported("__myl_Tran_myl0_3", reads=("Int8",), writes=("Int8",))], "fp16",
+            {"proj": MATMUL}, "mixed", None,
+        ),
         # A mask that the graph reads in INT8 is no quantized number.
         (
             [PROJ, reported("__myl_Cast_myl0_3", "cast", reads=("Int8",))], "fp16",

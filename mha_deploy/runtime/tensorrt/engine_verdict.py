@@ -565,8 +565,9 @@ def precision_verdict(
     for kernel in light:
         for role, found in _offenders(kernel, precision, _QUANTIZED):
             # What is quantized before a matmul, or behind it, is not in the requested precision either.
-            quantized = found.dtype in _QUANTIZED and not _is_written(
-                kernel, role, found.dtype, written or {}
+            quantized = found.dtype in _QUANTIZED and not (
+                _is_written(kernel, role, found.dtype, written or {})
+                or _is_moved(kernel, found.dtype, written or {})
             )
             (offenders if quantized else islands).append(found)
     proven, half, open_ = _quantized_matmuls(heavy, written or {})
@@ -758,6 +759,15 @@ def _is_written(kernel: Kernel, role: str, dtype: str, written: Written) -> bool
         matmuls = [node for node in nodes if node.is_matmul]
         return bool(matmuls) and all(dtype in node.reads or dtype == node.quantized for node in matmuls)
     return any(dtype in getattr(node, role) or dtype == node.quantized for node in nodes)
+
+
+def _is_moved(kernel: Kernel, dtype: str, written: Written) -> bool:
+    """Whether a kernel moves what the graph quantized before it: without a scale it can quantize nothing."""
+    kinds = [
+        {each.dtype for each in part} & {*FLOATING, *_QUANTIZED} for part in (_data(kernel), kernel.outputs)
+    ]
+    is_asked = any(node.quantized == dtype for node in written.values())
+    return is_asked and kinds == [{dtype}, {dtype}] and any(each.dtype == dtype for each in kernel.inputs)
 
 
 def _narrowed(kernel: Kernel, written: Written) -> list[Offender]:
