@@ -60,6 +60,7 @@ from mha_deploy.graph.ir import (
     node_name,
     nodes_behind,
 )
+from mha_deploy.graph.quantize import with_plain_biases
 from mha_deploy.graph.roles import MOVES
 from mha_deploy.graph.valid import inline_functions
 from mha_deploy.model.precision import PRECISIONS, find_precision
@@ -209,7 +210,7 @@ class OnnxSource(ExportSource):
 
         An axis of one size is that number in it: attention is compared with its original at no other.
         """
-        model, numbers = self.original.clone(), dict[str, int]()
+        model, numbers = with_plain_biases(self.original.clone()), dict[str, int]()
         fixed = {name: axis.opt for name, axis in self.axes.items() if not axis.is_dynamic}
         for value in model.graph.inputs:
             sizes = [fixed.get(str(dim), dim) for dim in self.dims[str(value.name)]]

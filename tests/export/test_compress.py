@@ -504,6 +504,24 @@ def test_a_file_that_onnx_runtime_quantized_comes_in_as_it_is(model, tmp_path):
     assert md.validate(bundle, latency=False).passed
 
 
+def test_a_bias_in_int32_is_added_in_the_type_of_the_scale(model, tmp_path):
+    """As `quantize_static` stores that of a Gemm."""
+    file = onnx.load(model)
+    last, output = file.graph.node[-1], file.graph.output[0].name
+    last.output[0] = "before"
+    bias, scale = np.full(1, -32, "i"), np.float32(0.01)
+    for name, array in {"bias_q": bias, "bias_scale": scale}.items():
+        file.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
+    nodes = [("DequantizeLinear", ["bias_q", "bias_scale"], "bias"), ("Add", ["before", "bias"], output)]
+    file.graph.node.extend(
+        onnx.helper.make_node(kind, taken, [made], name=made) for kind, taken, made in nodes
+    )
+    onnx.save(file, tmp_path / "q.onnx")
+    bundle = md.export(tmp_path / "q.onnx", tmp_path / "out", golden=("opt",))
+    assert not [n for n in load_graph(bundle.model_path).graph if n.op_type == "DequantizeLinear"]
+    assert md.validate(bundle, latency=False).passed
+
+
 @pytest.mark.parametrize("axes", [None, {"B": "2:2:4", "S": "16"}])
 @pytest.mark.parametrize("precision", ["auto", "int8"])
 def test_a_reshape_to_fixed_sizes_is_refused_by_name_before_anything_is_quantized(tmp_path, precision, axes):
