@@ -52,7 +52,8 @@ PANELS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 RARE = frozenset(
     (
-        "projections", "prefix", "candidates", "weight_scales", "accumulate", "targets", "gqa",
+        "projections", "prefix", "candidates", "weight_scales", "quantize_attention", "accumulate",
+        "targets", "gqa",
         "optimization_level",
         "workspace_mib", "version_compatible", "hardware_compatible",
         "weight_streaming", "refit",

@@ -140,8 +140,9 @@ def _report_removed(bundle: Bundle) -> None:
 @verb(
     MODEL,
     options_of(
-        ExportOptions, "precision", "max_loss", "data", "seed", "weights", "prefix", "golden", "overwrite"
+        ExportOptions, "precision", "quantize_attention", "max_loss", "data", "seed", "weights", "prefix"
     ),
+    options_of(ExportOptions, "golden", "overwrite"),
     options_of(EngineOptions, *OF_DEPLOY),
     options_from(
         md.deploy,
@@ -154,8 +155,8 @@ def _report_removed(bundle: Bundle) -> None:
 def deploy(
     out: Path | None = option(
         None,
-        "The folder to write. default: bundles/MODEL-PRECISION, or bundles/MODEL-CACHE-PRECISION with a "
-        "--cache that differs from the spec",
+        "The folder to write. default: bundles/MODEL[-CACHE]-PRECISION, CACHE where --cache differs from the "
+        "spec",
         *OUT,
     ),
     candidates: bool | None = option(
