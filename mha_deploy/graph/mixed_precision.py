@@ -34,6 +34,7 @@ from mha_deploy.graph.ir import (
     is_op,
     is_tensor,
     long_axes,
+    made_by,
     name_nodes,
     names_in,
     new_initializer,
@@ -991,16 +992,23 @@ class _Writer:
         opened, masked = self._opened[key]
         node.replace_input_with(an.MASK, opened)
         if self._fully_masked[str(node.name)] <= ABSORBS_FLOAT32:
-            zero = builder.constant(0.0, HALF)
+            # Attention in eight bits reads its queries from Q/DQ: they become zero before that.
+            up = made_by(q, "DequantizeLinear")
+            down = made_by(input_at(up, 0), "QuantizeLinear")
+            x = q if down is None or down.inputs[0] is None else down.inputs[0]
+            zero = builder.constant(0.0, x.dtype or HALF)
             if attention.rank == 3:
                 four = builder.op("Expand", masked, builder.ints(1, 1, 1, 1))  # a mask may have fewer axes
                 masked = builder.transpose(four, 0, 2, 1, 3)
-                by_head = builder.op("Reshape", q, builder.ints(0, 0, int(attention.Hq or 1), -1))
+                by_head = builder.op("Reshape", x, builder.ints(0, 0, int(attention.Hq or 1), -1))
                 flat = builder.ints(0, 0, -1)
                 opened_q = builder.op("Reshape", builder.op("Where", masked, zero, by_head), flat)
             else:
-                opened_q = builder.op("Where", masked, zero, q)
-            opened_q.shape, opened_q.type = q.shape, ir.TensorType(HALF)
+                opened_q = builder.op("Where", masked, zero, x)
+            opened_q.shape, opened_q.type = q.shape, ir.TensorType(x.dtype or HALF)
+            for each in (down, up) if up is not None and down is not None else ():
+                opened_q = builder.op(each.op_type, opened_q, *each.inputs[1:])
+                opened_q.shape, opened_q.type = q.shape, each.outputs[0].type
             node.replace_input_with(an.Q, opened_q)
         self._graph.insert_before(node, builder.nodes)
         return True
