@@ -515,6 +515,8 @@ def refuse_foreign(path: Path) -> None:
 
 # Fewer numbers, or numbers that are alike, are found in any file.
 _LEAST_NUMBERS, _LEAST_DIFFERENT = 16, 8
+# A plan is long: how many matrices, and how many numbers in a row, are searched where none is there in one.
+_LARGEST, _RUN = 4, 32
 
 
 def _derived_verdict(plan: bytes, manifest: EngineManifest, bundle: Path | None) -> EngineVerdict:
@@ -595,20 +597,30 @@ def _unknown_node(node: NodeVerdict, reason: EngineReason) -> NodeVerdict:
 
 
 def _holds_weights(plan: bytes, graph: ir.Model) -> bool:
-    """Whether any weight of the graph is in the plan; some are packed together, but never all of them."""
+    """Whether any weight of the graph is in the plan; where all are packed together, parts of them are."""
     tensors = [each.const_value for each in graph.graph.initializers.values() if each.const_value is not None]
-    searched = False
+    searched = []
     for tensor in sorted(tensors, key=lambda tensor: tensor.nbytes):
         is_weight = tensor.dtype.is_floating_point() or tensor.dtype in (ir.DataType.INT8, ir.DataType.UINT8)
-        if tensor.size < _LEAST_NUMBERS or not is_weight:
+        if tensor.size < _LEAST_NUMBERS or not is_weight or not _is_distinct(data := tensor.tobytes()):
             continue
-        data = tensor.tobytes()
-        if len(np.unique(np.frombuffer(data, dtype=np.uint8))) < _LEAST_DIFFERENT:
-            continue
-        searched = True
+        searched.append(tensor)
         if data in plan or (len(tensor.shape) == 2 and tensor.numpy().T.tobytes() in plan):
             return True
-    return not searched
+    matrices = [tensor.numpy() for tensor in searched if len(tensor.shape) == 2][-_LARGEST:]
+    return not searched or any(_holds_parts(plan, part) for each in matrices for part in (each, each.T))
+
+
+def _is_distinct(data: bytes) -> bool:
+    return len(np.unique(np.frombuffer(data, dtype=np.uint8))) >= _LEAST_DIFFERENT
+
+
+def _holds_parts(plan: bytes, matrix: np.ndarray) -> bool:
+    """Whether a quarter of the runs of numbers at places all over a matrix are in the plan."""
+    rows, columns = (range(0, size, max(1, size // 4)) for size in matrix.shape)
+    runs = [matrix[row, column : column + _RUN].tobytes() for row in rows for column in columns]
+    runs = [each for each in runs if _is_distinct(each)]
+    return len(runs) >= 4 and 4 * sum(each in plan for each in runs) >= len(runs)
 
 
 def _has_their_sizes(kernels: Sequence[Kernel], graph: ir.Model) -> bool:

@@ -7,11 +7,13 @@ import re
 from dataclasses import replace
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from rtx_engines import build_rtx
 
+import mha_deploy as md
 from mha_deploy.engine.build import engine_from_bundle
 from mha_deploy.engine.engine import default_profiles, open_engine, profile_shapes
 from mha_deploy.engine.lowered import lower_for
@@ -125,6 +127,25 @@ def test_an_engine_that_is_opened_again_has_its_verdict(bundles, tmp_path):
     bundle = bundles("tiny-weights")
     options = EngineOptions(backend="tensorrt-rtx", targets="8.9", overwrite=True)
     engine = engine_from_bundle(bundle, options)
+    assert open_engine(engine.path).manifest.verdict == engine.manifest.verdict
+
+
+def test_an_engine_whose_only_weights_are_packed_has_its_verdict(tmp_path):
+    """TensorRT stores a packed projection in another order of its columns."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["qkv"]),
+        helper.make_node("Split", ["qkv"], ["q", "k", "v"], axis=-1, num_outputs=3),
+        helper.make_node("Attention", ["q", "k", "v"], ["y"], softcap=30.0, q_num_heads=4, kv_num_heads=4),
+    ]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, ["B", "S", 128]) for name in "xy"]
+    weight = np.random.default_rng(0).standard_normal((128, 384)).astype(np.float16) / 8
+    graph = helper.make_graph(nodes, "g", ends[:1], ends[1:], [numpy_helper.from_array(weight, "w")])
+    imports = [helper.make_opsetid("", 23)]
+    onnx.save(helper.make_model(graph, opset_imports=imports, ir_version=10), tmp_path / "packed.onnx")
+    bundle = md.export(tmp_path / "packed.onnx", tmp_path / "bundle", golden=("opt",))
+    options = EngineOptions(backend="tensorrt-rtx", targets="8.9", allow_decomposed=True)
+    engine = engine_from_bundle(bundle, options)
+    assert engine.manifest.has_requested_types
     assert open_engine(engine.path).manifest.verdict == engine.manifest.verdict
 
 
