@@ -142,10 +142,11 @@ def samples(count=6, *, spread=1.0, seed=1, length=8):
     return [{"x": (spread * dice.normal(size=(2, length, WIDTH))).astype("f")} for _ in range(count)]
 
 
-def padded(path):
+def padded(path, minus="-inf"):
     """Write a file with one head and a GEMM behind it, in which a key is hidden where its mask is true."""
     text = f"""<ir_version: 10, opset_import: ["": 23]>
-    padded (float[B, S, {WIDTH}] x, bool[B, S] hidden) => (float[B, S, {WIDTH}] y) <float minus = {{-inf}}> {{
+    padded (float[B, S, {WIDTH}] x, bool[B, S] hidden) => (float[B, S, {WIDTH}] y)
+    <float minus = {{{minus}}}> {{
         turned = Transpose<perm = [0, 2, 1]>(x)
         scores = MatMul(x, turned)
         one = Constant<value_ints: ints = [1]>()

@@ -21,6 +21,7 @@ from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.cli import app
 from mha_deploy.errors import ExportError, NoResult
 from mha_deploy.exporter.compress import CALIBRATIONS, Magnitudes
+from mha_deploy.graph.attention_node import attention_nodes
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.ir import new_initializer
 from mha_deploy.graph.lower import lower
@@ -563,6 +564,18 @@ def test_a_query_without_a_result_has_none_behind_a_quantizer(tmp_path):
     bundle = md.export(padded(tmp_path / "padded.onnx"), tmp_path / "out", **options)
     (masks,) = golden_cases(bundle)
     assert set(masks.inputs["hidden"].mean(-1)) == {0.5}
+    assert md.validate(bundle, latency=False).passed
+
+
+def test_an_attention_whose_fully_masked_queries_are_zero_is_in_eight_bits(tmp_path):
+    """They become zero before they are quantized: behind that, no runtime finds what it fuses."""
+    hidden = np.arange(8) >= np.array([[8], [5]])
+    data = [{**each, "hidden": hidden} for each in samples()]
+    options = {"precision": "fp8", "quantize_attention": True, "axes": {"B": "1:2:4", "S": "1:8:8"}}
+    options |= {"data": data, "inputs": {"hidden": hidden}, "golden": ("opt", "masks")}
+    bundle = md.export(padded(tmp_path / "padded.onnx", minus="-3e38"), tmp_path / "out", **options)
+    (node,) = attention_nodes(load_graph(bundle.model_path))
+    assert (node.quantized, node.quantizes_weights) == ("fp8", True)
     assert md.validate(bundle, latency=False).passed
 
 
