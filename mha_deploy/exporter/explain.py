@@ -521,7 +521,10 @@ def run_explained(
                 got, hint = f"{got}; input {ended.of} has {ended.number}", f"numbers from 0 to {most - 1}"
                 raise NoResult(what, got=got, hint=hint) from error
             got = f"{got}, and is read at {ended.number}: {shapes}"
-            hint = f"axes that end with the table, as --axis NAME=1:{most}:{most}, or a larger table"
+            # Positions may begin behind 0, as in RoBERTa: by as much as the axis is longer than they are.
+            longest = max((size for each in arguments.values() for size in each.shape), default=0)
+            last = most - max(0, ended.number + 1 - longest)
+            hint = f"axes that end with the table, as --axis NAME=1:{last}:{last}, or a larger table"
             raise NoResult(f"A table of the module ends before {where}.", got=got, hint=hint) from error
         hint = f"{hint}, or --precision auto if it runs in float32" if {"fp16", "bf16"} & {*types} else hint
         raise NoResult(f"The module does not run at {where}.", got=got, hint=hint) from error

@@ -260,22 +260,24 @@ def test_a_crash_of_the_optimizer_is_an_export_error_with_the_line():
 
 
 class Positions(nn.Module):
-    def __init__(self):
+    """As in RoBERTa, the first position may be another than 0."""
+
+    def __init__(self, first=0):
         super().__init__()
-        self.positions = nn.Embedding(24, 4)
+        self.first, self.positions = first, nn.Embedding(24, 4)
 
     def forward(self, x):
-        return x + self.positions(torch.arange(x.shape[1]))
+        return x + self.positions(self.first + torch.arange(x.shape[1]))
 
 
-@pytest.mark.parametrize("precision", ["auto", "fp16"])
-def test_axes_beyond_a_table_of_positions_are_explained(tmp_path, precision):
+@pytest.mark.parametrize(("first", "precision"), [(0, "auto"), (0, "fp16"), (2, "auto")])
+def test_axes_beyond_a_table_of_positions_are_explained(tmp_path, first, precision):
     inputs = {"x": md.Example(X["x"], "B", "S")}
-    model = md.Deployable(module=Positions(), inputs=inputs, axes={"B": "1:2:4", "S": "1:8:64"})
+    model = md.Deployable(module=Positions(first), inputs=inputs, axes={"B": "1:2:4", "S": "1:8:64"})
     with pytest.raises(ExportError) as caught:
         md.export(model, tmp_path / "out", precision=precision)
     assert "positions" in caught.value.got
-    assert "24" in caught.value.hint
+    assert f"1:{24 - first}:{24 - first}" in caught.value.hint
     assert not (tmp_path / "out").exists()
 
 

@@ -66,7 +66,7 @@ __all__ += ["from_old_opset", "fuse_attention", "in_onnx_operators", "place_of",
 TWICE = "the scores are computed once more: the file uses them elsewhere, too"
 UNBOUNDED = "scores beyond {:g} are not bounded as in the file"
 ROTARY = "the rotary embedding, which the file writes out, is one node"
-UNINDEXED = "it is read before the index of all its numbers in their order"
+UNINDEXED = "an indexing that takes all entries in their order is left out"
 # What makes Q and K, before any rotary embedding
 _BEFORE_ROTARY = (*MATMULS, "Attention", "RotaryEmbedding")
 EXPANDED = "Q, K and V are expanded to each other and to the mask: the file does not state equal sizes"
