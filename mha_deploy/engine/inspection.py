@@ -173,7 +173,7 @@ def check_target(source: Bundle | Path, target: str, version: str | None, sm: st
         fusible, unfused = _without_node(graph)
         left, what = [*fusible, *map(_with_reason, unfused)], "of this file {} not fused yet."
         if fusible:
-            hint = f"mha-deploy deploy {source}, which fuses them; `mha-deploy fuse` writes the fused graph alone"
+            hint = f"mha-deploy deploy {source}, which fuses them; `mha-deploy fuse` writes the graph alone"
     if left:
         count, names = plural(len(left), "attention"), ", ".join(left[:3]) + (", …" if left[3:] else "")
         raise NotFusedError(f"{count} {what.format('is' if len(left) == 1 else 'are')}", got=names, hint=hint)
