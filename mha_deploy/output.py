@@ -223,7 +223,7 @@ def is_page(path: Path) -> bool:
 
 
 def is_junit(path: Path) -> bool:
-    """Whether this is the JUnit XML of a comparison."""
+    """Whether this is JUnit XML of this tool."""
     return re.search(rb'<testsuite name="mha-deploy [a-z]+"', _head(path)) is not None
 
 

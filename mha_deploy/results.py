@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mha_deploy.output import is_junit, write_file
 from mha_deploy.report import SavableResult
-from mha_deploy.status import Finding, Outcome
+from mha_deploy.status import Finding, Outcome, Severity
 
 if TYPE_CHECKING:
     from mha_deploy.validation import verdict
@@ -54,6 +55,37 @@ class Report(SavableResult):
         from mha_deploy.report.page import report_page
 
         return report_page(self.to_dict())
+
+    def to_junit(self) -> str:
+        """JUnit XML: a test case for every output that was judged, and one for the verdict."""
+        from mha_deploy.report.page import TestResult, junit
+
+        record, failures = (
+            self.record,
+            [f"- {each.text}" for each in self.findings if each.level == "failure"],
+        )
+        results = [
+            TestResult(
+                (record.model.name, f"{run.runtime}, {run.cases}"),
+                f"{each.case}/{each.output}",
+                each.outcome,
+                each.problem or "",
+            )
+            for run in record.parity
+            for each in run.verdicts
+        ]
+        failures = [f"- {each.text}" for each in self.findings if each.level is Severity.FAILURE]
+        words = "\n".join([self.headline, *failures])
+        return junit("validate", [*results, TestResult((record.model.name,), "verdict", self.outcome, words)])
+
+    def save_junit(self, path: StrPath, *, overwrite: bool = False) -> Path:
+        """Write the JUnit XML to a file, and give its path; one of this tool is replaced.
+
+        Args:
+            path: The file.
+            overwrite: Replace any other file, too.
+        """
+        return write_file(Path(path), self.to_junit().encode(), is_junit, overwrite=overwrite)
 
     def save(self, folder: StrPath, *, overwrite: bool = False) -> Path:
         """Write `report.json` and `report.html` into a folder; returns the path of the page.

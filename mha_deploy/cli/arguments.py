@@ -82,7 +82,7 @@ class Result:
     data: Any  # for `--json`
     lines: Callable[[], Iterable["RenderableType"]]  # for people; made only for them
     outcome: Outcome = Outcome.PASSED  # the verdict, which is the exit code
-    save: Callable[[], Path] | None = None  # writes the report, once the result is printed
+    save: Callable[[], Path | None] | None = None  # writes the report, once the result is printed
     verdict: "RenderableType | None" = None  # for `--quiet`; default: all lines
 
 
@@ -162,7 +162,7 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
             if result.save is not None:
                 saved = result.save()
                 apart = json or values.get("markdown", False)
-                if not (_detail.quiet and not apart):
+                if saved is not None and not (_detail.quiet and not apart):
                     click.echo(f"report: {saved}", err=apart)
             if result.outcome.exit_code:
                 raise click.exceptions.Exit(EXIT_VERDICT_FAILED)

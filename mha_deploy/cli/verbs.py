@@ -51,6 +51,7 @@ from mha_deploy.options import (
     options_of,
     read_options,
 )
+from mha_deploy.output import check_file, is_junit
 from mha_deploy.process import python_command, run
 from mha_deploy.status import Kind, Outcome
 from mha_deploy.text import Language, hint_for, plural, size, yes_no
@@ -67,6 +68,7 @@ OUT = ("-o", "--out")
 LIBRARIES = "libraries"  # PyTorch and ONNX take seconds to import
 LATENCY = about("Measure latency. default: on if there is a GPU")
 OVERWRITE = option(False, "Also replace files that mha-deploy did not write.")
+JUNIT = option(None, "Write JUnit XML.", metavar="FILE")
 # Verbs that run no code that a bundle names need not trust it.
 RUN = {name: each for name, each in CONTROL.items() if name != "trust_code"}
 LIMIT = {"time_limit": CONTROL["time_limit"]}
@@ -502,6 +504,7 @@ def validate(
         *OUT,
     ),
     report: bool = option(True, "Write the report."),
+    junit: Path | None = JUNIT,
     self_test: bool = option(False, "Only mutate the graph, and check that each mutation is detected."),
     overwrite: bool = OVERWRITE,
     **options: Any,
@@ -513,8 +516,9 @@ def validate(
     got = " ".join(f"{name} {number}" for name, number in asked.items() if number is not None)
     if self_test:
         _refuse_unused_by_self_test(read_options(ValidateOptions, options))
-        if out is not None or overwrite:
-            got = " ".join([f"-o {out}"] * (out is not None) + ["--overwrite"] * overwrite)
+        if out is not None or junit is not None or overwrite:
+            files = [f"-o {out}"] * (out is not None) + [f"--junit {junit}"] * (junit is not None)
+            got = " ".join([*files, *["--overwrite"] * overwrite])
             raise DeployError(
                 "The self-test writes no report.", got=got, hint="leave them out, or --self-test"
             )
@@ -539,12 +543,19 @@ def validate(
     folder = out or opened.path / _place_of_report(options)
     if report:
         md.refuse_outputs(folder, "report", overwrite=overwrite)
+    if junit is not None:
+        check_file(junit, is_junit, overwrite=overwrite)  # before long work
     if report and options["data"] is not None and options["resume"] is None:
         options["resume"] = folder / "data.jsonl"
     with show_steps(f"validate {name}", LIBRARIES) as on_step:
         result = md.validate(opened, on_step=on_step, **options)
 
-    data, save = result.to_dict(), partial(result.save, folder, overwrite=overwrite) if report else None
+    def save() -> Path | None:
+        if junit is not None:
+            result.save_junit(junit, overwrite=overwrite)
+        return result.save(folder, overwrite=overwrite) if report else None
+
+    data = result.to_dict()
     return Result(
         data,
         lambda: [tables.report_renderable(data, verbose=is_verbose(), folder=folder if report else None)],
@@ -703,7 +714,7 @@ def compare(
         False, "Also list what did not change, and all differences between two models.", "--all"
     ),
     markdown: bool = option(False, "Print Markdown for a pull request to stdout."),
-    junit: Path | None = option(None, "Write JUnit XML.", metavar="FILE"),
+    junit: Path | None = JUNIT,
     html: Path | None = option(None, "Write an HTML page with both sides.", metavar="FILE"),
     overwrite: bool = OVERWRITE,
     **limits: Any,

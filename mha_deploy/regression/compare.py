@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeGuard
-from xml.etree import ElementTree
 
 import msgspec
 from msgspec import Struct, structs
@@ -22,8 +21,7 @@ from mha_deploy.model.spec import Axis
 from mha_deploy.options import Limits
 from mha_deploy.output import IsOurs, is_junit, is_page, write_files
 from mha_deploy.report import SavableResult
-from mha_deploy.report.charts import readable
-from mha_deploy.report.page import sections_page
+from mha_deploy.report.page import TestResult, junit, sections_page
 from mha_deploy.report.table import Cell, Group, RawRow, Table, markdown, markdown_text, table
 from mha_deploy.status import Gap, Kind, Outcome, Word
 from mha_deploy.text import (
@@ -864,24 +862,14 @@ class Comparison(SavableResult):
 
     def to_junit(self) -> str:
         """JUnit XML: a test case for everything that was compared, a failure for every regression."""
-        worse = self.regressions
-        unclear = (INCONCLUSIVE, NOT_COMPARABLE)
-        skipped = sum(change.level in unclear and change not in worse for change in self.changes)
-        counts = {"tests": len(self.changes), "failures": len(worse), "errors": 0, "skipped": skipped}
-        shown = {name: str(count) for name, count in counts.items()}
-        suite = ElementTree.Element("testsuite", {"name": "mha-deploy compare", **shown})
+        worse, results = self.regressions, []
         for change in self.changes:
-            place = ".".join(filter(None, ("mha-deploy", change.model, change.section)))
-            names = {"classname": readable(place), "name": readable(change.subject)}
-            case = ElementTree.SubElement(suite, "testcase", names)
-            words = readable(f"{change.old} → {change.new}{': ' if change.why else ''}{change.why}")
-            if change in worse:
-                failure = ElementTree.SubElement(case, "failure", message=words, type=change.section)
-                failure.text = words
-            elif change.level in unclear:
-                ElementTree.SubElement(case, "skipped", message=words)
-        ElementTree.indent(suite)
-        return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+            is_unclear = change.level in (INCONCLUSIVE, NOT_COMPARABLE)
+            outcome = Outcome.NOT_VERIFIED if is_unclear else Outcome.PASSED
+            outcome = Outcome.FAILED if change in worse else outcome
+            words = f"{change.old} → {change.new}{': ' if change.why else ''}{change.why}"
+            results.append(TestResult((change.model, change.section), change.subject, outcome, words))
+        return junit("compare", results)
 
     def to_html(self) -> str:
         """A page with both sides beside each other."""

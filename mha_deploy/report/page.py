@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 from markupsafe import Markup
 
@@ -44,6 +45,35 @@ class PageSection(NamedTuple):
     name: str
     title: str
     parts: Sequence[Part]
+
+
+class TestResult(NamedTuple):
+    """One test case of JUnit XML."""
+
+    place: Sequence[str]  # from the outermost one
+    name: str
+    outcome: Outcome
+    words: str
+
+
+def junit(command: str, results: Sequence[TestResult]) -> str:
+    """JUnit XML of what a command judged: what failed is a failure, what is not verified is skipped."""
+    count = Counter(each.outcome for each in results)
+    counts = {"tests": len(results), "failures": count[Outcome.FAILED], "errors": 0}
+    counts["skipped"] = count[Outcome.NOT_VERIFIED]
+    shown = {name: str(number) for name, number in counts.items()}
+    suite = ElementTree.Element("testsuite", {"name": f"mha-deploy {command}", **shown})
+    for each in results:
+        place, words = ".".join(filter(None, ("mha-deploy", *each.place))), charts.readable(each.words)
+        names = {"classname": charts.readable(place), "name": charts.readable(each.name)}
+        case = ElementTree.SubElement(suite, "testcase", names)
+        if each.outcome is Outcome.FAILED:
+            failure = ElementTree.SubElement(case, "failure", message=words, type=each.place[-1])
+            failure.text = words
+        elif each.outcome is Outcome.NOT_VERIFIED:
+            ElementTree.SubElement(case, "skipped", message=words)
+    ElementTree.indent(suite)
+    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
 
 
 # -- Whether results are right ---------------------------------------------------------------------

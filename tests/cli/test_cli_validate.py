@@ -2,6 +2,7 @@
 
 import json
 import re
+from xml.etree import ElementTree
 
 import onnx
 import onnxruntime
@@ -50,6 +51,24 @@ def written(folder):
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     assert check_report(report) == []
     return report
+
+
+def test_junit_has_a_case_for_each_output_and_the_verdict(run_cli, folder, tmp_path):
+    path, command = tmp_path / "out.xml", ["validate", folder, "--no-probe", "--runtime", "onnx-reference"]
+    for broken in (False, True):
+        if broken:
+            replace_model(folder, wrong_scale)
+        done = run_cli(*command, "--junit", path)
+        assert done.code == int(broken)
+        suite = ElementTree.parse(path).getroot()
+        report = json.loads((folder / "report.json").read_text())
+        rows = [verdict for each in report["parity"] for verdict in each["verdicts"]]
+        wrong = [each for each in rows if each["outcome"] == "failed"]
+        assert len(suite) == len(rows) + 1
+        assert int(suite.get("failures")) == len(suite.findall(".//failure")) == len(wrong) + broken
+    path.write_text("mine")
+    assert run_cli(*command, "--junit", path).code == 2
+    assert path.read_text() == "mine"
 
 
 @on_cpu
