@@ -109,4 +109,4 @@ def test_the_lowered_graph_is_saved_and_computes_the_model(bundles, tmp_path, ru
     assert run_cli("build-engine", bundle.path, *options, "--save-onnx", graph).code == 0
     assert md.validate(bundle, graphs=[graph], probe=False, runtimes=["onnx-reference"]).passed
     taken = options[:-1]
-    refused("build-engine", bundle.path, *taken, "--save-onnx", graph, what="is there")
+    refused("build-engine", bundle.path, *taken, "--save-onnx", graph, what="exists")
