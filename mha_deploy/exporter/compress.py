@@ -86,8 +86,8 @@ class Original:
     precision: Precision  # of the graph
     draw: Callable[[PlannedCase], Arrays]  # inputs in the types of the graph
     origin: str  # where its weights come from
+    chosen: frozenset[str]  # the axes whose ranges are settled: of a file, those that the user gave
     samples: Any = None  # of the user
-    chosen: frozenset[str] = frozenset()  # the axes whose sizes the user gave, for a file
     shrunk: tuple[ShrunkRange, ...] = ()  # the axes that vary less than requested
     notes: tuple[str, ...] = ()
 

@@ -151,6 +151,7 @@ def _original(
         precision=source.precision,
         draw=draw,
         origin=source.origin(),
+        chosen=frozenset(axes),
         shrunk=tuple(source.shrunk),
         notes=tuple(source.notes),
     )

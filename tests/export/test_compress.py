@@ -474,6 +474,43 @@ def test_a_layer_with_a_preallocated_cache(tmp_path):
     assert report.passed, report.headline
 
 
+class Growing(torch.nn.Module):
+    """A decoder layer with one cache, of what are keys and values both."""
+
+    def __init__(self):
+        super().__init__()
+        self.project = torch.nn.Linear(8, 8)
+
+    def forward(self, x, past):
+        held = torch.cat([past, self.project(x)], 1)
+        P, T = past.shape[1], held.shape[1]
+        mask = torch.arange(T) <= torch.arange(P, T)[:, None]
+        return {"y": torch.nn.functional.scaled_dot_product_attention(x, held, held, mask), "present": held}
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("cached", ["0:4:9", "2:4:9"])
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_the_cache_of_a_quantized_decoder_has_the_range_that_was_asked_for(tmp_path, name, cached):
+    given = md.Deployable(
+        module=Growing(),
+        inputs={
+            "x": md.Example(torch.randn(2, 3, 8), "B", "S"),
+            "past": md.Example(torch.randn(2, 4, 8), "B", "P"),
+        },
+        axes={"B": "1:2:2", "S": "1:3:6", "P": cached},
+        kv_cache={"past": "present"},
+    )
+    bundle = md.export(given, tmp_path / "out", precision=name, golden=("opt",))
+    axes, manifest = (
+        {"B": (1, 2, 2), "S": (1, 3, 6), "P": tuple(map(int, cached.split(":")))},
+        bundle.manifest,
+    )
+    assert {key: (axis.min, axis.opt, axis.max) for key, axis in manifest.spec.axes.items()} == axes
+    assert not manifest.shrunk
+    assert manifest.spec.kv_cache is not None
+
+
 def test_an_activation_behind_a_quantized_gemm_is_not_taken_for_it(bundles):
     """Of a GELU, TensorRT-RTX names the GEMM before it as well: it multiplies by the scales."""
     written = written_types(load_graph(bundles["int8"].model_path))

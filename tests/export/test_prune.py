@@ -4,11 +4,13 @@ import cached_models
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 from quantized_models import HEADS, WIDTH, multihead, samples, transformer, weights
 
 import mha_deploy as md
+from mha_deploy.model.spec import Axis
 
 OPTIONS = {"golden": ("opt",), "axes": {"B": "1:2:2", "S": "1:8:16"}}
 SIZE = WIDTH // HEADS
@@ -252,3 +254,29 @@ def test_auto_steps_back_where_held_out_samples_lose_more(tmp_path):
     assert bundle.manifest.attention[0]["Hq"] < HEADS
     (chosen,) = (each for each in bundle.manifest.loss.search if each.is_chosen)
     assert chosen.compressed == HEADS - bundle.manifest.attention[0]["Hq"]
+
+
+class WithHistory(torch.nn.Module):
+    """Attention whose heads can go, beside an output that grows like a cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (torch.nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x, past):
+        q, k, v = (each(x).unflatten(-1, (4, 4)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+        return {"y": self.out(y), "history": torch.cat([past, x], 1)}
+
+
+@pytest.mark.slow
+def test_a_range_stays_as_it_was_asked_for_where_heads_go(tmp_path):
+    inputs = {
+        "x": md.Example(torch.randn(2, 3, 16), "B", "S"),
+        "past": md.Example(torch.randn(2, 4, 16), "B", "P"),
+    }
+    axes = {"B": "1:2:2", "S": "1:3:6", "P": "2:4:9"}
+    model = md.load_model(md.Deployable(module=WithHistory(), inputs=inputs, axes=axes))
+    manifest = md.prune(model, tmp_path / "out", heads=2, golden=("opt",)).manifest
+    assert manifest.spec.axes["P"] == Axis(min=2, opt=4, max=9)
+    assert not manifest.shrunk
