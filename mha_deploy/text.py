@@ -159,7 +159,7 @@ def _out_of_budget(reason: Reason, share: float | None) -> str:
     if set(reason.names) >= set(MEASURES):
         measures = " in every measure"
     much = "out of" if share is None or not 1 < share < math.inf else f"{share:,.1f}× over"
-    where = f", worst slice: {reason.where}" if reason.where and not reason.worst else ""
+    where = f", worst slice: {reason.where}" if reason.where else ""
     return f"{much} budget{measures}{where}"
 
 

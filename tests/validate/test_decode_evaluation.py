@@ -15,6 +15,7 @@ from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import TimingPlan
+from mha_deploy.status import Kind
 from mha_deploy.validation import decode as decode_exam
 from mha_deploy.validation.decode import HostDecodeLoop, evaluate_trace, traces_of
 from mha_deploy.validation.evaluate import EvaluationPlan, evaluate
@@ -300,12 +301,13 @@ def test_a_wrong_decoder_has_no_time(static):
     right, wrong = Through(static), Through(static, spoiled_at_single_tokens)
     rows = sit(static, right, timed=timed).rows
     assert right.timed == [16, 1]
-    assert [row.refused for row in rows.values()] == ["There is no clock here."] * 2
+    assert [row.refused.got for row in rows.values()] == ["There is no clock here."] * 2
     result = sit(static, wrong, timed=timed)
     assert result.wrong_cases == []
     assert wrong.timed == []
     for row in result.rows.values():
-        assert row.refused.startswith("wrong answer: steps step 1/output: out of budget")
+        assert row.refused.kind is Kind.WRONG_RESULT
+        assert row.refused.got.startswith("steps step 1/output: ")
 
 
 # -- maps of errors --------------------------------------------------------------------------------
