@@ -581,7 +581,14 @@ class CompressedSource(OnnxSource):
         types = self.file_types()
         # Fixed sizes are no axes here.
         usual = {name: axis.opt for name, axis in self._before.spec.axes.items()}
-        drawn = self._before.draw(replace(planned, sizes={**usual, **planned.sizes}))
+        planned = replace(planned, sizes={**usual, **planned.sizes})
+        drawn = self._before.draw(planned)
+        for name, array in drawn.items():
+            for axis, dim in enumerate(self.dims[name]):
+                size = planned.sizes.get(str(dim), array.shape[axis])
+                if array.shape[axis] == 1 < size:  # the original takes one token in a call
+                    calls = (replace(planned, name=f"{planned.name} {call}") for call in range(size))
+                    drawn[name] = np.concatenate([self._before.draw(each)[name] for each in calls], axis)
         return {name: array.astype(types[name]) for name, array in drawn.items()}
 
     def origin(self) -> str:

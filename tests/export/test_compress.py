@@ -511,6 +511,14 @@ def test_the_cache_of_a_quantized_decoder_has_the_range_that_was_asked_for(tmp_p
     assert manifest.spec.kv_cache is not None
 
 
+@pytest.mark.slow
+def test_a_quantized_decoder_of_one_token_in_a_call_decodes(tmp_path):
+    axes = {"B": "1:1:2", "S": "1", "P": "0:4:9"}
+    bundle = md.export("tiny-dynamic", tmp_path / "out", axes=axes, precision="int8", golden=("opt",))
+    report = md.validate(bundle, sweep=False, probe=False).record
+    assert [(each.outcome, each.steps > 4) for each in report.decode] == [("passed", True)]
+
+
 def test_an_activation_behind_a_quantized_gemm_is_not_taken_for_it(bundles):
     """Of a GELU, TensorRT-RTX names the GEMM before it as well: it multiplies by the scales."""
     written = written_types(load_graph(bundles["int8"].model_path))
