@@ -422,7 +422,7 @@ OF_SERVER = ("clients", "requests", "timeout_s")
 
 def refuse_contradictions(options: ValidateOptions, *, has_runners: bool) -> None:
     """Refuse options of a validation that ask for nothing without others, or for two things at once."""
-    if options.data is None and (more := [name for name in _ABOUT_DATA if getattr(options, name)]):
+    if options.data is None and (more := given_of(options, _ABOUT_DATA)):
         what, hint = "These options need data.", "--data with your samples, or data="
         raise DeployError(what, got=", ".join(more), hint=hint)
     if options.source and options.data is None and not (options.steps or options.fresh):
@@ -440,8 +440,9 @@ def refuse_contradictions(options: ValidateOptions, *, has_runners: bool) -> Non
             what, hint = "These options are of a server.", "--url grpc://HOST:PORT as well, or leave them out"
             raise DeployError(what, got=", ".join(unused), hint=hint)
         return
-    local = [name for name in _OF_THIS_MACHINE if getattr(options, name)]
-    local += ["data"] * (options.data is not None) + ["runners"] * has_runners
+    asked = [name for name in _OF_THIS_MACHINE if getattr(options, name)]
+    local = given_of(options, asked) if asked else []
+    local += ["--data"] * (options.data is not None) + ["runners"] * has_runners
     if local:
         what, got = "A server is judged in place of the runtimes of this machine.", ", ".join(local)
         raise DeployError(what, got=f"{options.url} and {got}", hint="use one of them at a time")

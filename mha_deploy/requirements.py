@@ -6,6 +6,7 @@ wrote it cannot loosen a verdict, run code or choose a file to write: options th
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -196,6 +197,13 @@ class Requirements:
         """The default options of a verb, those of the model before those of all."""
         own = self._models.get(model, ({}, Demands()))[0]
         return {**self._own[0].get(verb, {}), **own.get(verb, {})}
+
+    def place(self, verb: str, model: str, name: str) -> str:
+        """Where an option of `options` is, as a reader finds it: `mha-deploy.toml: [validate] fresh`."""
+        is_own = name in self._models.get(model, ({}, Demands()))[0].get(verb, {})
+        table = f"models.{json.dumps(model)}.{verb}" if is_own else verb
+        table = f"{TABLE}.{table}" if Path(self.path).name == PROJECT else table
+        return f"{self.path}: [{table}] {name}"
 
     def demands(self, model: str) -> Demands:
         """What a verdict on a model must hold: what is demanded of all, and of it."""

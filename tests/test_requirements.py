@@ -7,6 +7,7 @@ import pytest
 import mha_deploy as md
 from mha_deploy.errors import DeployError
 from mha_deploy.requirements import find_requirements, read_requirements, settable, template
+from mha_deploy.runtime.child import isolation
 from mha_deploy.status import Kind
 
 QUICK = {"probe": False, "latency": False, "runtimes": ["ort-cpu"]}
@@ -54,6 +55,27 @@ def test_the_file_of_the_working_folder_sets_defaults_and_demands(bundles, proje
     assert [each["wanted"] for each in data["requirements"]] == [0.9]
     data = json.loads(run_cli("validate", folder, *quick, "--fresh", "0", "--seed", "7").out)
     assert [run["cases"] for run in data["parity"]].count("fresh") == 0, "the command line comes first"
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "place"),
+    [
+        ("[validate]\nfresh = 2", (), "mha-deploy.toml: [validate] fresh"),
+        ('[models."{}".validate]\nfresh = 2', (), 'mha-deploy.toml: [models."{}".validate] fresh'),
+        ("[validate]\nrequire_fused = true", ("--url", "grpc://h:1"), "[validate] require_fused"),
+        ("[validate]\nfresh = 3", ("--fresh", "2"), None),
+    ],
+)
+def test_an_error_of_an_option_names_the_file_that_set_it(
+    text, arguments, place, own_bundles, project, refused, monkeypatch
+):
+    bundle = own_bundles("talking", golden=("opt", "probe"))
+    project(text.format(bundle.manifest.spec.name))
+    monkeypatch.setattr(isolation, "trust_code", False)
+    monkeypatch.setattr(isolation, "own", set())
+    done = refused("validate", bundle.path, *arguments, "--no-report", what="")
+    named = "mha-deploy.toml" if place is None else place.format(bundle.manifest.spec.name)
+    assert (named in done.err) == (place is not None)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json as json_text
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -19,7 +20,16 @@ from mha_deploy import api as md
 from mha_deploy.cli.help import Command, choices_of
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError, SpecError, place_of_error
 from mha_deploy.keywords import alternatives, item_of, types_of
-from mha_deploy.options import MOST_SECONDS, OF_DEPLOY, OF_SERVER, OnStep, option, options_of, silent
+from mha_deploy.options import (
+    MOST_SECONDS,
+    OF_DEPLOY,
+    OF_SERVER,
+    OnStep,
+    flags_of,
+    option,
+    options_of,
+    silent,
+)
 from mha_deploy.status import Outcome
 
 if TYPE_CHECKING:
@@ -135,16 +145,19 @@ def verb(*groups: dict[str, Field[Any]]) -> Callable[[Callable[..., Result | Non
         def run(**values: Any) -> None:
             context = click.get_current_context()
             given = {name for name in values if _is_given(context, name)}
-            values = _with_requirements(verb_name, values, known, given)
-            values = {name: _convert(name, known[name][0], value) for name, value in values.items()}
-            settings = {name: values.pop(name) for name in CONTROL if name in values}
-            if any(settings.values()):
-                md.configure(**settings)
-            _detail.quiet, _detail.verbose = values.pop("quiet"), values.pop("verbose")
-            json = values["json"] if "json" in own else values.pop("json")
+            values, places = _with_requirements(verb_name, values, known, given)
             try:
+                values = {name: _convert(name, known[name][0], value) for name, value in values.items()}
+                settings = {name: values.pop(name) for name in CONTROL if name in values}
+                if any(settings.values()):
+                    md.configure(**settings)
+                _detail.quiet, _detail.verbose = values.pop("quiet"), values.pop("verbose")
+                json = values["json"] if "json" in own else values.pop("json")
                 with _only_results():
                     result = function(**values)
+            except DeployError as error:
+                _add_places(error, places)
+                raise
             except SystemExit as stop:  # an exit code is a verdict: it must not be somebody else's
                 got = f"{place_of_error(stop)}: sys.exit({stop.code!r})"
                 hint = "raise an exception there, or return"
@@ -183,33 +196,44 @@ def _is_given(context: click.Context, name: str) -> bool:
 
 def _with_requirements(
     verb: str, values: dict[str, Any], known: Mapping[str, Any], given: Set[str]
-) -> dict[str, Any]:
-    """The values of a verb, with those of the project's file for what the command line does not give."""
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of a verb, with those of the project's file for what the command line does not give.
+
+    And where the file has them, by their flags.
+    """
     if verb not in ("export", "deploy", "build-engine", "validate", "bench"):
-        return values
+        return values, {}
     from mha_deploy.requirements import find_requirements
 
     found = find_requirements(Path.cwd())
     if found is None:
-        return values
+        return values, {}
     model = _model_of(values)
     if verb == "validate" and (others := found.unmatched(model)):
         tables = f"{found.path} has no [models.{json_text.dumps(model)}]"
         click.echo(f"note: {tables}, and tables of other models: {others}", err=True)
-    result = dict(values)
+    result, places = dict(values), dict[str, str]()
     # Those of an engine that is not built, or of a server that there is not, are for other calls.
     unused: tuple[str, ...] = OF_DEPLOY if verb == "deploy" and not values["engine"] else ()
     if verb == "validate":
         if values["self_test"]:
-            return values
+            return values, {}
         unused = OF_SERVER if values["url"] is None else ()
     for name, value in found.options(verb, model).items():
         if name in known and name not in (*given, *unused):
             is_numbers = item_of(known[name][0]) is int
             result[name] = ",".join(map(str, value)) if is_numbers else value
+            places[flags_of(known[name][1])[0].partition("/")[0]] = found.place(verb, model, name)
     if "requirements" in known and values.get("requirements") is None:
         result["requirements"] = found
-    return result
+    return result, places
+
+
+def _add_places(error: DeployError, places: Mapping[str, str]) -> None:
+    """Let an error say of every option that it names, and nobody typed, where in a file it is set."""
+    named = set(re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z-]*)", f"{error.what} {error.got}"))
+    if found := [place for flag, place in places.items() if flag.removeprefix("--") in named]:
+        error.got = f"{error.got}; set by {', '.join(found)}" if error.got else f"set by {', '.join(found)}"
 
 
 def _model_of(values: Mapping[str, Any]) -> str:
