@@ -269,10 +269,11 @@ _HINTS: Mapping[Kind, Mapping[Language, str]] = dict.fromkeys(
         'precision="fp16" and "bf16" are recorded',
     },
     Kind.ATTENTION_NOT_OBSERVED: {
-        Language.COMMAND_LINE: "export with trained weights (--weights), an ONNX file with your own inputs "
-        "(--input NAME=FILE.npy), or let the model return its result as a further output",
-        Language.PYTHON: "export with trained weights (weights=), an ONNX file with your own inputs "
-        "(inputs=), or let the model return its result as a further output",
+        Language.COMMAND_LINE: "if its weights are random, export with trained ones (--weights); else an "
+        "ONNX file with your own inputs (--input NAME=FILE.npy), or let the model return its result as a "
+        "further output",
+        Language.PYTHON: "if its weights are random, export with trained ones (weights=); else an ONNX file "
+        "with your own inputs (inputs=), or let the model return its result as a further output",
     },
 }
 

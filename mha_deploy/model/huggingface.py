@@ -113,7 +113,10 @@ _CHANGES = re.compile(
     r"\b(scales|qweight|qzeros|weight_scale)|kv_a_|kv_b_",
     re.IGNORECASE,
 )
-_AS_MODULE = "export the attention module itself: file.py:factory, see docs/own-models.md"
+_AS_MODULE = (
+    "export file.py:factory, which returns md.from_transformers(model), the whole of an encoder or decoder "
+    "of tokens, or else the attention module itself; see docs/own-models.md"
+)
 _CROSS = re.compile(r"cross|encoder_attn|encdec|enc_attn", re.IGNORECASE)
 
 

@@ -225,6 +225,11 @@ def test_findings_are_sorted_by_severity_and_have_a_remedy() -> None:
     assert "{" not in "".join(finding.message for finding in found)
 
 
+def test_what_is_built_without_a_fused_kernel_names_the_option() -> None:
+    (found,) = (each for each in judge([node(softcap=2.0)], RTX)[0].findings if each.cured_by is None)
+    assert "--allow-decomposed" in found.remedy
+
+
 def test_unknown_types_and_shapes_are_reported_as_unknown() -> None:
     bare = model()
     for value in bare.graph.inputs:

@@ -227,8 +227,9 @@ def test_what_a_catalog_layer_cannot_express_is_refused(llama, tmp_path, change,
     config = json.loads((llama / "single" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     shutil.copy(llama / "single" / "model.safetensors", tmp_path)
-    with pytest.raises(md.DeployError, match=words):
+    with pytest.raises(md.DeployError, match=words) as caught:
         md.load_checkpoint(tmp_path)
+    assert ("from_transformers" in caught.value.hint) == ("cannot express" in caught.value.what)
 
 
 def test_norms_of_queries_in_the_weights_are_not_ignored(llama, tmp_path):
