@@ -51,6 +51,7 @@ from mha_deploy.graph.fuse import share_tied_weights
 from mha_deploy.graph.upcast import retype
 from mha_deploy.model.deployable import Deployable
 from mha_deploy.model.layer import AttentionSpec
+from mha_deploy.model.masking import MODEL_NUMBER
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import Axes, ModelSpec, ModuleSpec
 from mha_deploy.options import AUTO, ExportOptions, OnStep, silent
@@ -350,8 +351,13 @@ def _unshared(model: ir.Model, node: ir.Node, index: int, name: str) -> ir.Value
 
 def _drop_exporter_metadata(model: ir.Model) -> None:
     """Forget stack traces and the like: they hold paths of the export machine."""
+    graph = model.graph
+    known = [(node, node.metadata_props.get(MODEL_NUMBER)) for node in graph]
     common_passes.ClearMetadataAndDocStringPass()(model)
-    graph = model.graph  # the pass leaves what is written on inputs, outputs and weights
+    for node, number in known:  # a graph that is compressed is read once more
+        if number is not None:
+            node.metadata_props[MODEL_NUMBER] = number
+    # The pass leaves what is written on inputs, outputs and weights
     for value in (*graph.inputs, *graph.outputs, *graph.initializers.values()):
         value.metadata_props.clear()
 

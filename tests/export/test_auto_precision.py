@@ -138,6 +138,21 @@ def test_a_number_that_only_the_graph_has_is_no_number_of_the_model(tmp_path):
     assert bundle.manifest.checks["mixed precision"]["clamped"] == []
 
 
+@pytest.mark.parametrize("way", ["fp8", pytest.param("prune", marks=pytest.mark.slow)])
+def test_a_compressed_model_has_the_numbers_of_its_original(way, tmp_path):
+    """The graph is read and written once more; the mask number that stands in it is none of the model."""
+    options = {"golden": ["opt"]} | ({"precision": "fp8"} if way == "fp8" else {})
+    inputs = {"x": md.Example(torch.randn(2, 6, E), "B", "S"), "keep": md.Example(keeps((2, 6)), "B", "S")}
+    torch.manual_seed(0)
+    model = md.Deployable(module=Masked(MASKS["fill -1e9"]), inputs=inputs, axes={"B": "2", "S": "2:6:8"})
+    if way == "prune":
+        bundle = md.prune(model, tmp_path / "bundle", heads=1, **options)
+    else:
+        bundle = md.export(model, tmp_path / "bundle", **options)
+    clamped = bundle.manifest.checks["mixed precision"]["clamped"]
+    assert {each["found"] for each in clamped} == {-1e9}
+
+
 class Overflowing(nn.Module):
     """Between its two projections it reaches beyond what FP16 can hold; a third one needs no more."""
 

@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,14 @@ from mha_deploy.graph.fuse.values import (
 )
 from mha_deploy.graph.ir import NodeBuilder, constant_ints, input_at, is_op, made_by, same_size
 from mha_deploy.graph.roles import IN_ORDER, MOVES, RANDOM
-from mha_deploy.model.masking import ABSORBS_ANY, ABSORBS_FLOAT32, MODEL_NUMBER, WRITTEN_HALF, absorbs
+from mha_deploy.model.masking import (
+    ABSORBS_ANY,
+    ABSORBS_FLOAT32,
+    MODEL_NUMBER,
+    WRITTEN_HALF,
+    absorbs,
+    model_number,
+)
 
 Axes = tuple[str, ...]
 """The axes of a tensor: each a letter as in an einsum, or several where a Reshape joined them."""
@@ -112,6 +119,8 @@ class Fill:
     # whether it was added to the score, which it is far larger than, and not put in its place
     added: bool = False
     times: tuple[Multiplier, ...] = ()  # what the number was multiplied with
+    # the model's number, where an earlier `fuse` wrote this one in its place
+    own: float | None = field(default=None, compare=False)
 
     @property
     def nearest(self) -> float:
@@ -137,8 +146,9 @@ class Fill:
     def number(self, builder: NodeBuilder, dtype: ir.DataType, fill: float) -> ir.Value:
         """The number, or another in its place, as a tensor."""
         number = builder.constant(fill, dtype)
-        if fill != self.fill and (node := number.producer()) is not None:
-            node.metadata_props.setdefault(MODEL_NUMBER, repr(self.fill))
+        own = self.fill if self.own is None or self.hides else self.own
+        if fill != own and (node := number.producer()) is not None:
+            node.metadata_props.setdefault(MODEL_NUMBER, repr(own))
         return multiplied(number, self.times, builder)
 
     def keys(self, builder: NodeBuilder, *, shown: bool = True) -> ir.Value:
@@ -515,7 +525,9 @@ def _from_where(term: Bias, node: ir.Node, dtype: ir.DataType, sums: int) -> lis
         # What -inf hides may be anything, NaN too: it must stay hidden by this very Where.
         if rest and fill == -math.inf:
             return [term]
-        return [Fill(value=condition, shown=shown, fill=fill, axes=term.axes, added=True), *rest]
+        maker = made_by(other, "Constant")
+        own = None if maker is None else model_number(maker.metadata_props)
+        return [Fill(value=condition, shown=shown, fill=fill, axes=term.axes, added=True, own=own), *rest]
     return [term]
 
 
