@@ -146,16 +146,13 @@ def read_plan(source: Any) -> Plan:
             PathPart(model.name, "a model")
     names = set[str]()
     for runtime in plan.runtimes:
-        name, place = runtime.name, runtime.path or runtime.python
+        name = runtime.name
         if name in names:
             raise DeployError("Two runtimes have the same name.", got=name, hint="a different name for each")
         if sum(map(bool, (runtime.path, runtime.python, runtime.pip))) > 1:
             raise DeployError(
                 "A runtime is installed in one place only.", got=name, hint="one of path, python and pip"
             )
-        if place and not Path(place).exists():
-            hint = hint_for_missing(Path(place), hint)
-            raise DeployError("The runtime does not exist.", got=f"{name}: {place}", hint=hint)
         names.add(name)
     for name, key in ((name, key) for name, options in plan.options.items() for key in options):
         if key not in _OPTIONS:
@@ -698,7 +695,7 @@ def run_matrix(
     """Do what is missing of a plan; bundles and results are kept in `folder`, `on_cell` gets every cell."""
     on_cell = on_cell or (lambda *_: None)
     on_step("runtimes of the plan")
-    probes = {(each.name, gpu): workers.probe(each, gpu) for each in plan.runtimes for gpu in plan.gpus}
+    probes = {(each.name, gpu): _probed(each, gpu, workers) for each in plan.runtimes for gpu in plan.gpus}
     cells: dict[tuple[str, ...], MatrixCell] = {}
     tasks: list[_Task] = []
     for entry, precision in product(plan.models, plan.precisions):
@@ -753,6 +750,16 @@ def run_matrix(
             write_file(folder / "cells" / f"{cell.key}.json", text, is_result, within=folder)
         on_cell(cell, count, len(cells))
     return Matrix(plan=plan, cells=tuple(cells.values()))
+
+
+def _probed(runtime: RuntimeEntry, gpu: str, workers: Workers) -> Mapping[str, Any]:
+    """The version of a runtime and the GPU, or the `problem`."""
+    place = runtime.path or runtime.python
+    if place and not Path(place).exists():  # a worker would take the runtime of its own environment
+        hint = hint_for_missing(Path(place), "the place of an environment that has this runtime")
+        error = DeployError("The runtime does not exist.", got=f"{runtime.name}: {place}", hint=hint)
+        return {"problem": _why(error)}
+    return workers.probe(runtime, gpu)
 
 
 _OF_WORKER = ("status", "why", "seconds", "engine_sha256", "report")  # fields of a cell

@@ -45,7 +45,6 @@ def plan_of(*models, **settings):
         ("models = []\nruntimes = [{name = 'a'}]", "empty"),
         ("models = ['tiny-mha']\nruntimes = []", "empty"),
         ("models = ['tiny-mha']\nruntimes = [{name = 'a'}, {name = 'a'}]", "same name"),
-        ("models = ['tiny-mha']\nruntimes = [{name = 'a', path = '/none'}]", "does not exist"),
         ("models = ['tiny-mha']\nruntimes = [{name = 'a', path = '/', pip = ['b']}]", "one place"),
         ("models = ['tiny-mha']\nruntimes = [{name = 'a', backend = 'onnx'}]", "cannot be read"),
         ("models = ['tiny-mha']\nruntimes = [{name = 'a'}]\nspeed = 3", "cannot be read"),
@@ -84,11 +83,6 @@ def test_a_misspelled_path_is_answered_with_the_one_beside_it(tmp_path):
     with pytest.raises(md.DeployError) as failure:
         read_plan(tmp_path / "plam.toml")
     assert str(tmp_path / "plan.toml") in failure.value.hint
-    (tmp_path / "rtx-1.6").mkdir()
-    runtime = {"name": "rtx", "path": str(tmp_path / "rtx-16")}
-    with pytest.raises(md.DeployError) as failure:
-        read_plan({"models": ["tiny-mha"], "runtimes": [runtime]})
-    assert str(tmp_path / "rtx-1.6") in failure.value.hint
 
 
 def test_a_value_that_no_plan_has_is_answered_with_those_it_may_have(tmp_path):
@@ -231,6 +225,16 @@ def test_what_cannot_be_done_is_unavailable_with_the_reason(bundles, tmp_path):
     gone = run(plan, tmp_path, Scripted(version=None))
     assert [cell.status for cell in gone.cells] == ["unavailable"] * 2
     assert gone.cells[0].why == "not installed"
+
+
+@pytest.mark.parametrize("key", ["path", "python"])
+def test_a_runtime_that_is_not_there_leaves_the_others(bundles, tmp_path, key):
+    (tmp_path / "rtx-1.6").mkdir()
+    plan = plan_of(str(bundles("tiny-gqa").path))
+    plan["runtimes"] = [dict(RTX), {"name": "misspelled", key: str(tmp_path / "rtx-16")}]
+    done = run(plan, tmp_path / "out", Scripted())
+    assert [cell.status for cell in done.cells] == [NOT_RUN, "unavailable"]
+    assert str(tmp_path / "rtx-1.6") in done.cells[1].why, "the one beside it was meant"
 
 
 def test_a_bundle_has_the_cells_of_its_own_precision(bundles, tmp_path):
