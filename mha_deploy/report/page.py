@@ -355,6 +355,8 @@ _SPEC = {
 }
 """Fields of a spec whose name is no word, in words."""
 
+_UNKNOWN_AT_0 = frozenset({"longest", "flops", "weight_bytes"})
+
 
 def environment(tool: Data, found: Data, model: Data | None) -> list[Part]:
     """What a reader needs to reproduce it: command, machine, versions, and the model with its bundle."""
@@ -371,7 +373,9 @@ def environment(tool: Data, found: Data, model: Data | None) -> list[Part]:
         known = [("bundle", model["bundle"]), ("manifest SHA-256", model["bundle_sha256"])]
         known.append(("origin of weights", model["weights"]))
         spec = {key: value for key, value in model["spec"].items() if key not in ("name", "summary")}
-        known += [(_SPEC.get(key, key), _value(value)) for key, value in spec.items()]
+        spec = {key: value for key, value in spec.items() if value != 0 or key not in _UNKNOWN_AT_0}
+        shown = {_SPEC.get(key, key): _value(value) for key, value in spec.items()}
+        known += [(name, text) for name, text in shown.items() if text not in ("", NOTHING)]
         parts += [("heading", "Model"), ("pairs", known)]
     return parts
 

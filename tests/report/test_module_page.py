@@ -9,7 +9,7 @@ from example_report import fresh
 from example_results import break_verdict, parity, verdict
 
 from mha_deploy.model.layer import AttentionSpec, GroupedMlp, Rope, SparseHeads
-from mha_deploy.model.spec import ON_DISK, ModuleSpec
+from mha_deploy.model.spec import ON_DISK, Axis, ModuleSpec
 from mha_deploy.report.page import report_page
 from mha_deploy.report.table import COLUMNS
 from mha_deploy.text import group_by, summarize_names, without_hash, without_numbers
@@ -55,6 +55,21 @@ def test_the_figures_say_how_many_attentions_are_right(wrong, reported):
     text = words(report_page(module_report(wrong=wrong)))
     assert f"attention module, {reported} attentions right" in text
     assert "checked 5 of 5 outputs right" in text
+
+
+def test_what_the_model_does_not_have_takes_no_row():
+    data = module_report()
+    axes, tensors = {"S": Axis(min=1, opt=8, max=16)}, {"inputs": (), "outputs": ()}
+    encoder = ModuleSpec(name="encoder", axes=axes, **tensors, attention_count=3, factory="f.py:encoder")
+    data["model"]["spec"] = encoder.to_dict()
+    text = words(report_page(data)).split("origin of weights")[1]
+    assert "f.py:encoder" in text
+    assert "S 1:8:16" in text
+    assert not [each for each in ("KV cache", "longest", "FLOP", "prefix of weights") if each in text]
+    data["model"]["spec"] |= {"cached": {"past": "present"}, "longest": 64}
+    text = words(report_page(data)).split("origin of weights")[1]
+    assert "past present" in text
+    assert "longest sequence 64" in text
 
 
 def test_the_runtime_in_which_the_fewest_are_right_is_reported():
