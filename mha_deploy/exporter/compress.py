@@ -582,10 +582,10 @@ class CompressedSource(OnnxSource):
         # Fixed sizes are no axes here.
         usual = {name: axis.opt for name, axis in self._before.spec.axes.items()}
         planned = replace(planned, sizes={**usual, **planned.sizes})
-        drawn = self._before.draw(planned)
+        drawn = dict(self._before.draw(planned))
         for name, array in drawn.items():
             for axis, dim in enumerate(self.dims[name]):
-                size = planned.sizes.get(str(dim), array.shape[axis])
+                size = planned.sizes.get(str(dim), 1)
                 if array.shape[axis] == 1 < size:  # the original takes one token in a call
                     calls = (replace(planned, name=f"{planned.name} {call}") for call in range(size))
                     drawn[name] = np.concatenate([self._before.draw(each)[name] for each in calls], axis)

@@ -73,13 +73,14 @@ from mha_deploy.serving.backend import TritonPythonModel
 __all__ = ["TritonPythonModel"]
 '''
 
+_RELEASE = "25.08"  # of the server, where the user names no other
 _README = """# {package.name}
 
 {model}, packaged by mha-deploy for Triton's {package.options.variant} backend; it is run by {runtimes}.
 All commands are for the folder that holds `{package.repository.name}`.
 
 ```bash
-TRITON=YY.MM    # a release {needs}
+TRITON={release}    # a release of Triton; {needs}
 docker run --rm{gpus} --shm-size=1g -p 8000:8000 -p 8001:8001 -p 8002:8002 \\
   -v "$PWD/{package.repository.name}:/models" nvcr.io/nvidia/tritonserver:${{TRITON}}-py3 \\
   {run}
@@ -559,7 +560,8 @@ class Packaging:
             model=f"{self.spec.name} {self.bundle.manifest.precision.name}",
             runtimes=", ".join(self.runtimes),
             bundle=shlex.quote(os.path.relpath(self.bundle.path, self.repository.absolute().parent)),
-            needs=f"with {' and '.join(needs)} inside" if needs else "of your choice",
+            release=_RELEASE,
+            needs=f"change it to one with {' and '.join(needs)} inside" if needs else "any other will do",
             gpus=" --gpus all" if self.on_gpu else "",
             run=command if self.options.variant == PLAN else f"bash -c '{install} && {command}'",
         )

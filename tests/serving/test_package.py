@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -86,7 +87,9 @@ def test_a_repository_inside_the_bundle_is_refused(bundles):
 def test_the_repository_carries_a_wheel_of_this_version(package):
     made = package("tiny-gqa")
     (wheel,) = made.path.rglob("*.whl")
-    assert wheel.relative_to(made.path).as_posix() in (made.path / "README.md").read_text()
+    readme = (made.path / "README.md").read_text()
+    assert wheel.relative_to(made.path).as_posix() in readme
+    assert re.search(r"^TRITON=\d+\.\d+ ", readme, re.MULTILINE), "a release that exists, to be pasted"
     with zipfile.ZipFile(wheel) as archive:
         (record,) = [name for name in archive.namelist() if name.endswith("/RECORD")]
         rows = [line.rsplit(",", 2) for line in archive.read(record).decode().splitlines()]
