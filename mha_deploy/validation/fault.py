@@ -269,7 +269,7 @@ class Bisection(Struct, frozen=True, kw_only=True):
     first_wrong: str | None = None  # the first that is wrong, if any is
     first_node: Suspect | None = None  # the first node whose result is wrong
     # Nodes before it whose results the reference or the runtime does not have: it may be one of them. Those
-    # that read changed constants are first, those that compute no floats last
+    # that read changed constants are first, those that compute no floats last; the nearest before others
     unseen: tuple[str, ...] = ()
     runs: int  # how often the runtime was built or opened, the whole model included
     reference: str = ""  # what the values inside were compared with
@@ -559,7 +559,10 @@ class _FaultSearch:
             untried = [each for each in untried if each in suspects and each not in problems]
         shown = next((node for node in suspects if node in problems), None)
         path = [] if shown is None else self._carried(shown, within, wanted)
+        end = value_named(graph, bad) if shown is None else shown.outputs[0]
+        near = {node: at for at, node in enumerate(nodes_behind([end]))}
         others = [node for node in suspects if node not in problems and node not in path]
+        others.sort(key=lambda node: near.get(node, len(near)))
         others.sort(key=lambda node: (not self._changed([node]), node.outputs[0].dtype not in _FLOATS))
         unseen = [_title(node) for node in others]
         if shown is None:
@@ -599,8 +602,8 @@ class _FaultSearch:
         if not starts:  # no value is further off than those it is computed from
             return None, []
         first, *others = starts
-        before = set(nodes_behind(first.inputs, lambda node: () if node in right else node.inputs))
-        unseen = [node for node in suspects if node in before and node not in right]
+        before = nodes_behind(first.inputs, lambda node: () if node in right else node.inputs)
+        unseen = [node for node in before if node in suspects and node not in right]
         unseen.sort(key=lambda node: not self._changed([node]))
         return Suspect(
             node=_title(first),

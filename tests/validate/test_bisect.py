@@ -161,6 +161,16 @@ def test_a_wrong_node_between_two_attentions_is_found(broken, program, block):
     assert found.runs <= 12
 
 
+def test_nodes_that_cannot_be_compared_begin_with_the_nearest(broken, program):
+    bundle = broken(scale_off(ATTENTIONS[1]))
+    found = bisected(bundle, program._replace(values=lambda names: {}))  # of nothing but attentions
+    assert found.first_wrong == ATTENTIONS[1]
+    graph = load_graph(bundle.model_path).graph
+    node = next(node for node in graph if node.name == ATTENTIONS[1])
+    makers = [value.producer().name for value in node.inputs[:3]]
+    assert set(found.unseen[: len(makers)]) == set(makers)
+
+
 def behind_movers(graph):
     """Change the last matmul, and let nodes that only move numbers stand before the output `hidden`."""
     weights = {tensor.name: tensor for tensor in graph.initializer}
