@@ -72,7 +72,7 @@ def test_an_onnx_file_from_elsewhere(run):
     printed = run("04_foreign_onnx")
     assert printed.count("fused: ") == 1
     assert "causal: True" in printed
-    assert "1/1 outputs within budget" in printed
+    assert "2/2 outputs within budget" in printed
 
 
 @pytest.mark.slow
