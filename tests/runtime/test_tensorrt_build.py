@@ -171,6 +171,13 @@ def test_an_input_that_the_parser_ignores_is_an_error():
     assert caught.value.got == "node att0: Unused Input: valid"
 
 
+def test_an_input_that_no_node_reads_is_none():
+    model = onnx.load_model_from_string(attention())
+    model.graph.input.add().CopyFrom(model.graph.input[0])
+    model.graph.input[-1].name = "ignored"
+    assert judge(model).all_fused
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [(attention(softcap=5.0), "softcap"), (attention(mask="bool", is_causal=1), "mask")],

@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,7 @@ class NodeNames:
     nodes: tuple[tuple[str, str], ...]
     readers: Mapping[str, Sequence[str]]  # for each tensor, the nodes that read it
     axes: dict[str, tuple[str, int]]  # for each named dimension, an input of the graph and its place there
+    unread: frozenset[str]  # inputs of the graph that no node reads
 
     def mentioned(self, text: str) -> list[str]:
         """The nodes that a message mentions, by name or by a tensor they read."""
@@ -159,7 +160,7 @@ def read_names(path: Path) -> NodeNames:
     nodes = tuple((node.name or f"node_of_{node.output[0]}", node.op_type) for node in graph.node)
     readers: dict[str, list[str]] = defaultdict(list)
     for (name, _), node in zip(nodes, graph.node, strict=True):
-        for tensor in filter(None, node.input):
+        for tensor in dict.fromkeys(_read_by(node)):
             readers[tensor].append(name)
     axes = {
         dim.dim_param: (value.name, place)
@@ -167,7 +168,16 @@ def read_names(path: Path) -> NodeNames:
         for place, dim in enumerate(value.type.tensor_type.shape.dim)
         if dim.dim_param
     }
-    return NodeNames(nodes=nodes, readers=readers, axes=axes)
+    unread = frozenset(value.name for value in graph.input) - readers.keys()
+    return NodeNames(nodes=nodes, readers=readers, axes=axes, unread=unread)
+
+
+def _read_by(node: onnx.NodeProto) -> Iterator[str]:
+    """The tensors that a node reads, and those that its branches do."""
+    yield from filter(None, node.input)
+    for attribute in node.attribute:
+        for inner in attribute.g.node:
+            yield from _read_by(inner)
 
 
 def _load(path: Path) -> onnx.ModelProto:
@@ -610,9 +620,10 @@ def _configure_layers(rt: TensorRT, network: Any, config: Any, *, allow_decompos
 def _refuse_ignored_inputs(rt: TensorRT, messages: Sequence[Message], names: NodeNames) -> None:
     """Refuse an engine that ignores an input of a node: it would compute something else.
 
-    It is the builder that reports this, not the parser.
+    It is the builder that reports this, not the parser. What no node reads, the graph ignores itself.
     """
-    unused = [message.text for message in messages if message.text.startswith("Unused Input")]
+    reported = (message.text for message in messages if message.text.startswith("Unused Input"))
+    unused = [text for text in reported if text.partition(":")[2].strip() not in names.unread]
     if unused:
         problem = f"{rt.title} would ignore a part of the graph, and compute something else."
         hint = "lower the node to a form that this version reads, without that input"
