@@ -163,6 +163,13 @@ def test_the_few_tiny_numbers_of_a_random_matrix_are_no_reason():
     assert kept(mixed_of(g.model(X, {"y": ["B", E]}), numbers())[0]) == {"y": "flushed"}
 
 
+@pytest.mark.parametrize(("largest", "size", "found"), [(0.1, 1.0, {}), (4e-8, 1e-5, {"y": "flushed"})])
+def test_tiny_numbers_of_a_bias_are_no_reason_beside_the_rounding_of_the_sum(largest, size, found):
+    g = Graph()
+    g.op("Add", "x", g.weight("bias", np.where(np.arange(E) < 3, 2e-8, largest)), name="y")
+    assert kept(mixed_of(g.model(X, {"y": ["B", E]}), numbers(size))[0]) == found
+
+
 def test_bounds_without_end_are_clamped():
     g = Graph()
     g.op("Clip", "x", g.weight("low", LOWEST), g.weight("high", -LOWEST), name="y")
