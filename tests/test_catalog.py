@@ -184,6 +184,25 @@ def test_a_name_near_to_nothing_lists_what_models_lists():
     assert "tiny-rope" in caught.value.hint
 
 
+def test_a_misspelled_file_is_no_name(tmp_path):
+    (tmp_path / "clip.onnx").write_bytes(b"")
+    with pytest.raises(SpecError) as caught:
+        find_spec(str(tmp_path / "clip.onx"))
+    assert str(tmp_path / "clip.onnx") in caught.value.hint
+
+
+def test_the_factories_of_a_file_are_named(tmp_path):
+    path = tmp_path / "models.py"
+    path.write_text(
+        "def chat():\n    return md.from_transformers(model())\n\n"
+        "def encoder():\n    return Deployable(module)\n\n"
+        "def model():\n    return 1\n"
+    )
+    with pytest.raises(SpecError) as caught:
+        find_spec(str(path))
+    assert caught.value.hint == f"{path}:chat or {path}:encoder"
+
+
 def test_a_model_or_a_misspelled_folder_in_place_of_a_bundle_is_named(tmp_path):
     with pytest.raises(BundleError) as caught:
         md.open_bundle("bert-base")

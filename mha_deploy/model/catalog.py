@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from difflib import get_close_matches
 from pathlib import Path
 
 from mha_deploy.errors import ExportError, SpecError, nearest
@@ -17,6 +18,7 @@ else:
     import tomli as tomllib
 
 _LARGEST_SPEC = 1 << 20
+_MAKES_MODEL = re.compile("Deployable|from_transformers")
 _LARGEST_SOURCE = 1 << 20  # of a Python file that is searched for factories
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _SMALL = "tiny"  # layers for tests
@@ -74,6 +76,11 @@ def refuse_what_is_no_model(model: str) -> None:
         raise SpecError("This file is not a model by itself.", got=model, hint=hint)
     if _HUB_NAME.fullmatch(model) and not path.parent.is_dir():
         raise SpecError("This is not a model on this machine.", got=model, hint=how_to_download(model))
+    if re.fullmatch(r"\.[a-zA-Z]+", path.suffix):
+        close = get_close_matches(path.name, [each.name for each in path.parent.glob("*.*")], n=1)
+        other = "another path, or a name from `mha-deploy models`"
+        hint = f"did you mean {path.parent / close[0]}?" if close else other
+        raise SpecError("There is no such file.", got=model, hint=hint)
 
 
 def _source_of_bundle(folder: Path) -> str:
@@ -111,10 +118,10 @@ def factories_in(path: Path) -> list[tuple[str, str]]:
     """The functions of a Python file that may be factories, with their first sentence; nothing is run.
 
     A factory takes no arguments and returns something. Where some mention a `Deployable`, in their annotation
-    or in a call, only these are.
+    or in a call, or what makes one, only these are.
     """
     possible = [each for each in _parsed(path) if isinstance(each, ast.FunctionDef) and _needs_nothing(each)]
-    certain = [each for each in possible if "Deployable" in ast.dump(each)]
+    certain = [each for each in possible if _MAKES_MODEL.search(ast.dump(each))]
     named = certain or [each for each in possible if not each.name.startswith("_")]
     return [(each.name, ast.get_docstring(each) or "") for each in named]
 

@@ -114,8 +114,8 @@ _CHANGES = re.compile(
     re.IGNORECASE,
 )
 _AS_MODULE = (
-    "export file.py:factory, which returns md.from_transformers(model), the whole of an encoder or decoder "
-    "of tokens, or else the attention module itself; see docs/own-models.md"
+    "export file.py:factory, which returns md.from_transformers(model) if it is an encoder or decoder alone, "
+    "or else the attention module itself; see docs/own-models.md"
 )
 _CROSS = re.compile(r"cross|encoder_attn|encdec|enc_attn", re.IGNORECASE)
 
