@@ -130,6 +130,7 @@ def test_an_engine_that_is_opened_again_has_its_verdict(bundles, tmp_path):
     assert open_engine(engine.path).manifest.verdict == engine.manifest.verdict
 
 
+@pytest.mark.slow
 def test_an_engine_whose_only_weights_are_packed_has_its_verdict(tmp_path):
     """TensorRT stores a packed projection in another order of its columns."""
     nodes = [

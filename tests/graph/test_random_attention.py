@@ -495,7 +495,7 @@ def examine(node: dict[str, Any], names: Iterable[str]) -> Iterator[tuple[str, s
         yield name, check(name, made[dtype], in_ort=in_ort or name == "contrib")
 
 
-@hypothesis.settings(max_examples=40, derandomize=True, database=None, deadline=None)
+@hypothesis.settings(max_examples=30, derandomize=True, database=None, deadline=None)
 @hypothesis.given(st.sampled_from(sorted(LOWERINGS)), nodes())
 def test_what_a_dialect_accepts_it_computes_as_onnx_does(name: str, node: dict[str, Any]) -> None:
     assert list(examine(node, [name]))
