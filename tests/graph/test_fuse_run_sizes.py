@@ -262,6 +262,13 @@ def with_an_even_kernel_behind_strides(g, weight):
     return g.op("Slice", wide, g.ints(0), g.ints(-1), g.ints(2)), x
 
 
+def with_an_even_kernel_behind_strides_alone(g, weight):
+    """The length is a floor, and after the slice one less."""
+    x = g.op("Conv", "x", weight, strides=[2])
+    wide = g.op("Conv", x, weight, pads=[2, 2])
+    return g.op("Slice", wide, g.ints(0), g.ints(-1), g.ints(2)), x
+
+
 def with_strides(g, weight):
     pooled = g.op("MaxPool", "x", kernel_shape=[2], strides=[2], pads=[0, 1])
     return g.op("Conv", "x", weight, strides=[2], pads=[1, 2]), pooled
@@ -278,6 +285,7 @@ def transposed(g, weight):
 
 
 CONVOLVED = [with_an_even_kernel, with_an_even_kernel_behind_strides, with_strides, with_pads_of_its_own]
+CONVOLVED.append(with_an_even_kernel_behind_strides_alone)
 
 
 @pytest.mark.parametrize("made", [*CONVOLVED, transposed])

@@ -1198,6 +1198,9 @@ class _Walk:
             before = sizes[axis]
             backwards = step == -1 and begin in (-1, NO_END) and isinstance(end, int) and end <= -NO_END
             sizes[axis] = _sliced(before, begin, end) if step == 1 else before if backwards else None
+            convolved = axis % len(sizes) > 1 and made_by(node.inputs[0], *_SAMPLING) is not None
+            if convolved and isinstance(before, str) and (begin, end, step) == (0, -1, 1):
+                sizes[axis] = _plain(f"{before} - 1")  # a convolution gives at least one
             if sizes[axis] is None and before is not None and step == 1:
                 where = (self._key(input_at(node, 1)), at), (self._key(input_at(node, 2)), at)
                 bounds = [self._signed(input_at(node, place), at) for place in (1, 2)]
