@@ -139,7 +139,9 @@ class FileRounding(RoundingMode):
             names = [name for name, each in pairs if getattr(each, "dtype", None) == np.float64]
             self._written.update(names)
             is_reduced = node.operator in _REDUCED or not self._reduced.isdisjoint(node.inputs)
-            if follows and is_reduced and node.operator not in (*_ROUNDING, *_SUMS):
+            # The sum of a mean and an epsilon is one; that with what was not reduced is none.
+            whole = node.operator in _SUMS and not (self._written & {*node.inputs}) <= self._reduced
+            if follows and is_reduced and not whole and node.operator not in _ROUNDING:
                 self._reduced.update(names)
         return outputs
 

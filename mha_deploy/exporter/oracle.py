@@ -595,11 +595,13 @@ class RandomRounding(Float64, RoundingMode):
             args = (self.rounded(self.upcast(args[0])), *args[1:])
         result = self._rounded_call(name, func, args, kwargs)
         is_reduced = name in _REDUCED or any(self._written.get(each, False) for each in given)
+        if name in _SUMS:  # that of a mean and an epsilon is one; that with what was not reduced is none
+            is_reduced = is_reduced and all(self._written.get(each, True) for each in given)
         is_written = follows or name in _ROUNDING
         if is_written or (given and all(map(self._is_learnt, given))):
             for each in filter(_is_float, tensors_in(result)):
                 if is_written:
-                    self._written[each] = follows and is_reduced and name not in _ROUNDING
+                    self._written[each] = follows and is_reduced and (name in _SUMS or name not in _ROUNDING)
                 else:
                     self._learnt[each] = True
         return result

@@ -6,10 +6,11 @@ import re
 
 import numpy as np
 import onnx
+import onnx.parser
 import pytest
 import torch
 from fresh_python import python
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 from quantized_models import padded
 from torch import nn
 
@@ -261,6 +262,41 @@ def test_an_attention_that_is_nan_where_the_outputs_are_not_is_no_reference(tmp_
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
     made = md.export(tmp_path / "model.onnx", tmp_path / "bundle", precision="fp32", golden=("opt",))
     assert made.manifest.layers is None
+
+
+NORMED = """<ir_version: 8, opset_import: ["": 17]>
+normed (float[B, S, 64] x) => (float[B, S, 64] y) <float two = {2}, float epsilon = {1e-6}> {
+    attended = Attended(x)
+    square = Pow(attended, two)
+    mean = ReduceMean<axes = [-1]>(square)
+    safe = Add(mean, epsilon)
+    root = Sqrt(safe)
+    one = Reciprocal(root)
+    y = Mul(attended, one)
+}"""
+ATTENDED = """
+    q = MatMul(x, wq)
+    k = MatMul(x, wk)
+    turned = Transpose<perm = [0, 2, 1]>(k)
+    scores = MatMul(q, turned)
+    weights = Softmax<axis = -1>(scores)
+    seen = MatMul(weights, x)
+    out = MatMul(seen, wo)
+    attended = Add(x, out)
+"""
+
+
+def test_a_norm_that_a_file_writes_out_may_round_in_every_operator(tmp_path):
+    """As the reference evaluator does: the root of a mean and an epsilon scales a whole token."""
+    model = onnx.parser.parse_model(NORMED.replace("    attended = Attended(x)\n", ATTENDED))
+    random = np.random.default_rng(0)
+    for name in ("wq", "wk", "wo"):
+        weight = (random.standard_normal((64, 64)) / 16).astype("f")
+        model.graph.initializer.append(numpy_helper.from_array(weight, name))
+    onnx.save(model, tmp_path / "normed.onnx")
+    axes = {"B": "1:2:4", "S": "1:16:32"}
+    bundle = md.export(tmp_path / "normed.onnx", tmp_path / "bundle", golden=("opt",), axes=axes)
+    assert md.validate(bundle, runtimes=["onnx-reference"], probe=False, fresh=0).passed
 
 
 class Speech(nn.Module):
