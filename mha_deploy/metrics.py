@@ -476,7 +476,9 @@ def budget_from_samples(
     plain = every[: len(every) - branches]
     # Where the samples happen to be exact, a result may still be rounded, to subnormal numbers as well.
     size, u = float(_rms(oracle)) or 1.0, precision.roundoff
-    least = max(_FAST_EXPONENTIAL, _ONE_SIDED * u)
+    # A factor of a whole vector, such as its length, is rounded once: of a few vectors, samples draw too few.
+    vectors = oracle.size / (oracle.shape[-1] if oracle.ndim else 1)
+    least = max(_FAST_EXPONENTIAL, _ONE_SIDED * u, u / 2 / math.sqrt(vectors))
     rounding, largest = u / 2 + tiny / size, float(np.abs(oracle).max())
     of_vector = u / 2 + tiny / size / _SMALLEST_VECTOR
     few, factor = _FEW_SAMPLES.get(len(plain), 1.0), factor_of(precision)

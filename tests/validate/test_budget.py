@@ -80,6 +80,16 @@ def test_gain_sees_a_common_factor_and_not_noise(oracle):
     assert measure(oracle + noise, oracle).relative_l2 == pytest.approx(0.01, rel=0.2)
 
 
+def test_a_factor_of_each_vector_is_rounded_once():
+    """As the length of an embedding: the samples of three vectors may all have little of it."""
+    oracle = np.random.default_rng(0).standard_normal((3, 4096))
+    samples = samples_of(oracle)
+    samples -= oracle * ((samples * oracle).sum() / np.square(oracle).sum())  # as chance may have it
+    budget = budget_from_samples(samples, oracle, FP16)
+    for gain, passes in ((2.0**-12, True), (2.0**-9, False)):
+        assert (measure(oracle * (1 + gain), oracle).gain <= budget.gain) is passes
+
+
 def test_a_row_of_zeros_is_judged_by_the_size_of_the_tensor(oracle):
     oracle[0, 0] = 0.0
     wrong = oracle.copy()
