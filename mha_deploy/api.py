@@ -44,7 +44,7 @@ from mha_deploy.options import (
     silent,
     uncounted,
 )
-from mha_deploy.output import check_file, is_nobodys, scratch_folder
+from mha_deploy.output import check_file, is_junit, is_nobodys, scratch_folder
 from mha_deploy.report import check_results
 from mha_deploy.results import BenchReport, Report
 
@@ -1380,6 +1380,11 @@ def refuse_outputs(folder: Path, name: str, *, record: Path | None = None, overw
         from mha_deploy.regression.record import check_record
 
         check_record(record)
+
+
+def refuse_junit(path: Path, *, overwrite: bool = False) -> None:
+    """Refuse, before long work, JUnit XML that could not be written after it."""
+    check_file(path, is_junit, overwrite=overwrite)
 
 
 def refuse_steps(bundle: Bundle | StrPath, steps: int, prompt: int | None, batch: int | None) -> None:

@@ -93,6 +93,7 @@ LONG = ("mha-deploy deploy", "mha-deploy matrix", "mha-deploy build-engine", "mh
 LONG += ("mha-deploy export MODEL -o DIR --precision int8",)
 
 
+@pytest.mark.sweep(6)  # each verb has tests of its own
 @pytest.mark.parametrize(
     "command",
     [pytest.param(each, marks=pytest.mark.slow) if each.startswith(LONG) else each for each in TABLE],

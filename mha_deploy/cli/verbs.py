@@ -51,7 +51,6 @@ from mha_deploy.options import (
     options_of,
     read_options,
 )
-from mha_deploy.output import check_file, is_junit
 from mha_deploy.process import python_command, run
 from mha_deploy.status import Kind, Outcome
 from mha_deploy.text import Language, hint_for, plural, size, yes_no
@@ -544,7 +543,7 @@ def validate(
     if report:
         md.refuse_outputs(folder, "report", overwrite=overwrite)
     if junit is not None:
-        check_file(junit, is_junit, overwrite=overwrite)  # before long work
+        md.refuse_junit(junit, overwrite=overwrite)
     if report and options["data"] is not None and options["resume"] is None:
         options["resume"] = folder / "data.jsonl"
     with show_steps(f"validate {name}", LIBRARIES) as on_step:

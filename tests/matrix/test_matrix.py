@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from bundle_edit import copy_of
 
 import mha_deploy as md
 from mha_deploy.bundle.folder import open_bundle
@@ -366,10 +367,10 @@ def test_a_matrix_says_at_once_that_it_began_and_with_q_nothing_but_the_verdict(
     assert run_cli(*command, "-q").err == ""
 
 
-def test_a_refused_cell_says_what_to_try_as_the_build_does(bundles, monkeypatch):
+def test_a_refused_cell_says_what_to_try_as_the_build_does(bundles, tmp_path, monkeypatch):
     pytest.importorskip("tensorrt_rtx")
     monkeypatch.setattr(isolation, "limit_s", isolation.limit_s)  # a cell sets its own
-    bundle = bundles("tiny-softcap")
+    bundle = md.open_bundle(copy_of(bundles("tiny-softcap"), tmp_path / "bundle"))  # others build its engine
     with pytest.raises(md.DeployError) as caught:
         md.build_engine(bundle, backend="tensorrt-rtx")
     request = {"backend": "tensorrt-rtx", "options": {}, "bundle": str(bundle.path), "time_limit": 600.0}
