@@ -60,10 +60,7 @@ class Report(SavableResult):
         """JUnit XML: a test case for every output that was judged, and one for the verdict."""
         from mha_deploy.report.page import TestResult, junit
 
-        record, failures = (
-            self.record,
-            [f"- {each.text}" for each in self.findings if each.level == "failure"],
-        )
+        record = self.record
         results = [
             TestResult(
                 (record.model.name, f"{run.runtime}, {run.cases}"),

@@ -308,6 +308,7 @@ def with_plain_biases(model: ir.Model) -> ir.Model:
 
     ONNX Runtime stores those of quantized GEMMs in INT32, and no TensorRT dequantizes that type.
     """
+    changed = False
     for node in [each for each in model.graph if is_op(each, "DequantizeLinear")]:
         source, old = node.inputs[0], node.outputs[0]
         if source is None or source.dtype != ir.DataType.INT32 or old.is_graph_output():
@@ -315,7 +316,9 @@ def with_plain_biases(model: ir.Model) -> ir.Model:
         if (numbers := dequantized_constant(node)) is not None:
             old.replace_all_uses_with(new_initializer(model.graph, f"{old.name}/plain", numbers))
             model.graph.remove(node, safe=True)
-    RemoveUnusedNodesPass()(model)
+            changed = True
+    if changed:  # what the biases were dequantized from
+        RemoveUnusedNodesPass()(model)
     return model
 
 
