@@ -910,7 +910,7 @@ def deploy(
     settings = replace(settings, **found.weight_options(weights, settings.prefix))
     if not engine and (unused := given_of(builder, OF_DEPLOY)):
         what, hint = "Without an engine, its options are not used.", "leave them out, or --no-engine"
-        raise DeployError(what, got=", ".join(unused), hint=hint)
+        raise DeployError(what, got=", ".join(unused.values()), hint=hint, options=unused)
     refuse_export(found, _path(out), settings, inputs or {})  # before anything heavy is imported
     if not candidates and is_traced_beside(found.source, settings):
         from mha_deploy.runtime.child import EXPORTER, TENSORRT, prepare_child

@@ -193,7 +193,8 @@ def _refuse_builder(model: Model, options: EngineOptions, precision: str) -> Non
         raise NotFusedError("softcap is not supported by any fused kernel.", got=softcap, hint=hint)
     rt = load(options.backend or default_backend())
     if precision == "bf16" and not rt.can.bf16_type:
-        raise EngineError(f"{rt.title} has no BF16.", got="--precision bf16", hint="--precision fp16")
+        what, got, hint = f"{rt.title} has no BF16.", "--precision bf16", "--precision fp16"
+        raise EngineError(what, got=got, hint=hint, options=("precision",))
     # In your own model, an attention with a single query may be fused: only its graph shows that.
     is_layer = isinstance(model.source, AttentionSpec) and model.source.axes["S"].max > 1
     if is_layer and precision == "fp32" and options.attention == NATIVE and not options.allow_decomposed:
@@ -202,7 +203,7 @@ def _refuse_builder(model: Model, options: EngineOptions, precision: str) -> Non
             "--precision fp16 or bf16; --allow-decomposed writes it as matmuls: slower, not fused; "
             "--no-engine validates the graph alone"
         )
-        raise NotFusedError(problem, got="--precision fp32", hint=hint)
+        raise NotFusedError(problem, got="--precision fp32", hint=hint, options=("precision",))
     # `auto` is FP16 but for what overflows.
     candidates = candidates_for(rt, options, "fp16" if precision in (AUTO, *EIGHT_BITS) else precision)
     if any(candidate.attention == PLUGIN for candidate in candidates):

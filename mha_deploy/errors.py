@@ -42,6 +42,7 @@ class DeployError(Exception):
         what: What happened, in one sentence.
         got: The value that caused it, as the user would recognize it.
         hint: What to do about it. No error is without: one is given, or the class has one.
+        options: The names of the options that it is about: a file of requirements may have set them.
     """
 
     exit_code = EXIT_BAD_INPUT
@@ -52,13 +53,14 @@ class DeployError(Exception):
     """Whether the reader is at the command line, and types options."""
     what, got, hint = _Text(), _Text(), _Text()
 
-    def __init__(self, what: str, *, got: object = None, hint: str = "") -> None:
+    def __init__(self, what: str, *, got: object = None, hint: str = "", options: Iterable[str] = ()) -> None:
         if not (hint or self.usual_hint):
             raise TypeError(f"an error without a hint: {what}")
         super().__init__(what)
         self.what = what
         self.got = None if got is None else str(got)
         self.hint = hint or self.usual_hint
+        self.options = frozenset(options)
 
     def __str__(self) -> str:
         got = () if self.got is None else (f"  got: {self.got}",)
@@ -96,10 +98,11 @@ class ExportError(DeployError):
         got: As in `DeployError`.
         hint: As in `DeployError`.
         about_types: Whether types or ranges of its numbers are at fault, and the hint does not say so.
+        more: As in `DeployError`.
     """
 
-    def __init__(self, what: str, *, got: object = None, hint: str = "", about_types: bool = False) -> None:
-        super().__init__(what, got=got, hint=hint)
+    def __init__(self, what: str, *, about_types: bool = False, **more: Any) -> None:
+        super().__init__(what, **more)
         self.about_types = about_types
 
 

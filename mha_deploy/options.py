@@ -93,9 +93,9 @@ def _typed(option: Field[Any], value: Any) -> Any:
     return typed_value(option.name, option.type, value, option.default, **bounds)
 
 
-def given_of(options: Any, names: Iterable[str]) -> list[str]:
+def given_of(options: Any, names: Iterable[str]) -> dict[str, str]:
     """Those of some options that do not have their defaults, as on the command line: `--opset 24`."""
-    found = []
+    found = {}
     for each in options_of(type(options), *names).values():
         value = getattr(options, each.name)
         if (tuple(value) if isinstance(value, list) else value) != each.default:
@@ -104,7 +104,7 @@ def given_of(options: Any, names: Iterable[str]) -> list[str]:
             is_list = isinstance(given, Sequence) and not isinstance(given, str)
             shown = ",".join(map(str, given)) if is_list else given
             no = f"--no-{flag.removeprefix('--')}"
-            found.append(flag if value is True else no if value is False else f"{flag} {shown}")
+            found[each.name] = flag if value is True else no if value is False else f"{flag} {shown}"
     return found
 
 
@@ -424,7 +424,7 @@ def refuse_contradictions(options: ValidateOptions, *, has_runners: bool) -> Non
     """Refuse options of a validation that ask for nothing without others, or for two things at once."""
     if options.data is None and (more := given_of(options, _ABOUT_DATA)):
         what, hint = "These options need data.", "--data with your samples, or data="
-        raise DeployError(what, got=", ".join(more), hint=hint)
+        raise DeployError(what, got=", ".join(more.values()), hint=hint, options=more)
     if options.source and options.data is None and not (options.steps or options.fresh):
         what = "The source of the model is used only with --data, --fresh or --steps."
         hint = "--data with your samples, --fresh N, or --steps N"
@@ -438,14 +438,15 @@ def refuse_contradictions(options: ValidateOptions, *, has_runners: bool) -> Non
     if options.url is None:
         if unused := given_of(options, OF_SERVER):
             what, hint = "These options are of a server.", "--url grpc://HOST:PORT as well, or leave them out"
-            raise DeployError(what, got=", ".join(unused), hint=hint)
+            raise DeployError(what, got=", ".join(unused.values()), hint=hint, options=unused)
         return
     asked = [name for name in _OF_THIS_MACHINE if getattr(options, name)]
-    local = given_of(options, asked) if asked else []
-    local += ["--data"] * (options.data is not None) + ["runners"] * has_runners
-    if local:
-        what, got = "A server is judged in place of the runtimes of this machine.", ", ".join(local)
-        raise DeployError(what, got=f"{options.url} and {got}", hint="use one of them at a time")
+    local = given_of(options, asked) if asked else {}
+    shown = [*local.values(), *["--data"] * (options.data is not None), *["runners"] * has_runners]
+    if shown:
+        what, got = "A server is judged in place of the runtimes of this machine.", ", ".join(shown)
+        hint = "use one of them at a time"
+        raise DeployError(what, got=f"{options.url} and {got}", hint=hint, options=local)
 
 
 @dataclass(frozen=True, kw_only=True)

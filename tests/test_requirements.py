@@ -79,6 +79,23 @@ def test_an_error_of_an_option_names_the_file_that_set_it(
 
 
 @pytest.mark.parametrize(
+    ("table", "key", "value"),
+    [
+        ("export", "precision", '"fp61"'),
+        ("export", "golden", '["nothing"]'),
+        ("export", "calibration", '"mse"'),
+        ("deploy", "targets", '"Hopper"'),
+    ],
+)
+def test_an_error_that_does_not_spell_the_option_names_the_file_too(
+    table, key, value, project, refused, tmp_path
+):
+    project(f"[{table}]\n{key} = {value}")
+    done = refused(table, "tiny-mqa", "-o", tmp_path / "b", what="")
+    assert f"[{table}] {key}" in done.err
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "[validate]\nprobe = false",

@@ -805,16 +805,18 @@ def refuse_steps(
     cache = spec.kv_cache
     if cache is None:
         hint = "--cache dynamic or preallocated for a catalog layer, kv_cache= for a model of your own"
-        raise DeployError(f"{spec.name} has no KV cache.", got=f"--steps {steps}", hint=hint)
+        what, got = f"{spec.name} has no KV cache.", f"--steps {steps}"
+        raise DeployError(what, got=got, hint=hint, options=("steps",))
     if prompt is None:  # of the usual length, or as much of it as leaves room for the steps
         prompt = min(spec.axes[cache.new].opt, cache.room - steps)
         if prompt < 1:
             problem = f"The cache of {spec.name} has no room for a prompt and this many steps."
             most = f"{cache.room - 1} steps at most" if cache.room > 1 else "export it with a larger cache"
-            raise DeployError(problem, got=f"--steps {steps}", hint=most)
+            raise DeployError(problem, got=f"--steps {steps}", hint=most, options=("steps",))
     if batch is not None and spec.batch is None:
         problem, got = f"The axis of the batch of {spec.name} is not known.", f"--batch {batch}"
-        raise DeployError(problem, got=got, hint=f"leave it out; the axes are {', '.join(spec.axes)}")
+        hint = f"leave it out; the axes are {', '.join(spec.axes)}"
+        raise DeployError(problem, got=got, hint=hint, options=("batch",))
     batch = spec.sizes("opt").get(spec.batch_name, 1) if batch is None else batch
     _check_size(spec, spec.batch_name, batch)  # before an array of it is made
     check_steps(spec, np.full(batch, prompt), steps)

@@ -3,7 +3,6 @@
 import json as json_text
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -25,7 +24,6 @@ from mha_deploy.options import (
     OF_DEPLOY,
     OF_SERVER,
     OnStep,
-    flags_of,
     option,
     options_of,
     silent,
@@ -199,7 +197,7 @@ def _with_requirements(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of a verb, with those of the project's file for what the command line does not give.
 
-    And where the file has them, by their flags.
+    And where the file has them, by their names.
     """
     if verb not in ("export", "deploy", "build-engine", "validate", "bench"):
         return values, {}
@@ -223,16 +221,15 @@ def _with_requirements(
         if name in known and name not in (*given, *unused):
             is_numbers = item_of(known[name][0]) is int
             result[name] = ",".join(map(str, value)) if is_numbers else value
-            places[flags_of(known[name][1])[0].partition("/")[0]] = found.place(verb, model, name)
+            places[name] = found.place(verb, model, name)
     if "requirements" in known and values.get("requirements") is None:
         result["requirements"] = found
     return result, places
 
 
 def _add_places(error: DeployError, places: Mapping[str, str]) -> None:
-    """Let an error say of every option that it names, and nobody typed, where in a file it is set."""
-    named = set(re.findall(r"(?<![\w-])--(?:no-)?([a-z][a-z-]*)", f"{error.what} {error.got}"))
-    if found := [place for flag, place in places.items() if flag.removeprefix("--") in named]:
+    """Let an error say of every option that it is about, and nobody typed, where in a file it is set."""
+    if found := [place for name, place in places.items() if name in error.options]:
         error.got = f"{error.got}; set by {', '.join(found)}" if error.got else f"set by {', '.join(found)}"
 
 
@@ -293,9 +290,9 @@ def _convert(name: str, wanted: Any, value: Any) -> Any:
     """What was given as the verb wants it: lists as tuples, `1,8,32` as numbers, all within bounds."""
     flag = f"--{name.replace('_', '-')}"
     if isinstance(value, float) and not math.isfinite(value):
-        raise DeployError(f"{flag} needs a finite number.", got=value, hint=f"{flag} 10")
+        raise DeployError(f"{flag} needs a finite number.", got=value, hint=f"{flag} 10", options=(name,))
     if type(value) is int and abs(value) >= 2**32:
-        raise DeployError(f"{flag} is too large.", got=value, hint=f"{flag} 10")
+        raise DeployError(f"{flag} is too large.", got=value, hint=f"{flag} 10", options=(name,))
     item = item_of(wanted)
     if item is None:
         return value
@@ -303,7 +300,8 @@ def _convert(name: str, wanted: Any, value: Any) -> Any:
         return tuple(value or ())
     parts = [part.strip() for part in value.split(",")] if value else []
     if not all(part.isascii() and part.isdecimal() and len(part) < 7 and int(part) for part in parts):
-        raise DeployError(f"{flag} needs whole numbers below 10⁶.", got=value, hint=f"{flag} 1,8,32")
+        what, hint = f"{flag} needs whole numbers below 10⁶.", f"{flag} 1,8,32"
+        raise DeployError(what, got=value, hint=hint, options=(name,))
     return tuple(dict.fromkeys(map(int, parts)))
 
 

@@ -567,13 +567,13 @@ def validate(
 def _refuse_unused_by_self_test(options: ValidateOptions) -> None:
     """Refuse options that the self-test does not use: all of a validation but one CPU runtime."""
     names = [name for name in options_of(ValidateOptions) if name != "runtimes"]
-    unused = given_of(options, names) + [f"--runtime {name}" for name in options.runtimes[1:]]
-    if unused:
+    given = given_of(options, names)
+    if unused := [*given.values(), *(f"--runtime {name}" for name in options.runtimes[1:])]:
         what = (
             "The self-test only mutates the graph, on the cases of the bundle: it does not use these options."
         )
         hint = "leave them out, or --self-test: use one of them at a time"
-        raise DeployError(what, got=f"--self-test {', '.join(unused)}", hint=hint)
+        raise DeployError(what, got=f"--self-test {', '.join(unused)}", hint=hint, options=given)
 
 
 def _place_of_report(options: Mapping[str, Any]) -> Path:

@@ -496,7 +496,8 @@ def build_fastest_engine(
         problem = "The faster candidate has to be measured, and there is no GPU to measure on."
         got = f"--attention {options.attention} --accumulate {options.accumulate}: {error.in_one_line}"
         hint = "name one candidate: --attention plugin --accumulate fp32, or --attention native"
-        raise BackendUnavailable(problem, got=got, hint=hint) from error
+        about = ("attention", "accumulate")
+        raise BackendUnavailable(problem, got=got, hint=hint, options=about) from error
     make_folder(path.parent, within=bundle.path)
     with temporary_folder(path.parent / "trying") as folder:
         trials = [Trial(name=each.name, options=each.applied_to(options)) for each in candidates]

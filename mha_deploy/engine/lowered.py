@@ -63,29 +63,32 @@ def candidates_for(rt: TensorRT, options: EngineOptions, precision: str) -> list
         ("accumulate", options.accumulate, (FP32, FP16, AUTO)),
     ):
         if value not in known:
-            raise EngineError(f"No such choice for --{option}.", got=value, hint=nearest(value, known))
+            what, hint = f"No such choice for --{option}.", nearest(value, known)
+            raise EngineError(what, got=value, hint=hint, options=(option,))
     if options.attention == PLUGIN and options.allow_decomposed:
         problem, got = "Attention of the plugin is one fused layer.", "--allow-decomposed"
-        raise EngineError(problem, got=got, hint="leave it out")
+        raise EngineError(problem, got=got, hint="leave it out", options=("attention", "allow_decomposed"))
     if options.attention == NATIVE and options.accumulate == FP32:
         problem, got = "TensorRT chooses by itself how its own matmuls accumulate.", "--attention native"
         hint = "--attention plugin or auto: the plugin library has matmuls that accumulate in FP32"
-        raise EngineError(problem, got=f"--accumulate fp32 with {got}", hint=hint)
+        got, about = f"--accumulate fp32 with {got}", ("attention", "accumulate")
+        raise EngineError(problem, got=got, hint=hint, options=about)
     if options.accumulate == FP32 and (options.workspace_mib or _SCRATCH_MIB) < _SCRATCH_MIB:
         problem = f"The plugin's projections need {_SCRATCH_MIB} MiB of scratch memory."
         got = f"--workspace-mib {options.workspace_mib} with --accumulate fp32"
         hint = f"--workspace-mib {_SCRATCH_MIB} or more, or --accumulate fp16"
-        raise EngineError(problem, got=got, hint=hint)
+        raise EngineError(problem, got=got, hint=hint, options=("accumulate", "workspace_mib"))
     if options.attention == NATIVE:
         return [Candidate(attention=NATIVE)]
     refuse_plugins(rt)
     got = f"a graph in {precision}"
     if precision == "fp32":
         hint = "--attention native, or export in fp16"
-        raise EngineError("The attention plugin computes in FP16 and BF16.", got=got, hint=hint)
+        what = "The attention plugin computes in FP16 and BF16."
+        raise EngineError(what, got=got, hint=hint, options=("attention",))
     if precision == "bf16" and not rt.can.bf16_type:
         problem = f"{rt.title} has no BF16 for the attention plugin."
-        raise EngineError(problem, got=got, hint="export in fp16")
+        raise EngineError(problem, got=got, hint="export in fp16", options=("attention",))
     accumulate = {FP32: [FP32], FP16: [FP16], AUTO: [FP32, FP16]}[options.accumulate]
     if options.accumulate == AUTO and precision != FP16:
         # BF16 matmuls accumulate in FP32 in every kernel.
@@ -110,7 +113,8 @@ def lower_for(
     if options.gqa is not None and dialect != "primitives":
         taker = "The attention plugin" if dialect == PLUGIN else rt.title
         got = f"--gqa {options.gqa}"
-        raise EngineError(f"{taker} takes grouped heads as they are.", got=got, hint="leave it out")
+        what, hint = f"{taker} takes grouped heads as they are.", "leave it out"
+        raise EngineError(what, got=got, hint=hint, options=("gqa",))
     if dialect == PLUGIN:
         # The library has its own kernel, whatever TensorRT's kernels can fuse.
         _refuse_without_attention(model, hint="--attention native")

@@ -383,11 +383,13 @@ def quantize(original: Original, options: ExportOptions, on_step: OnName = silen
     format, limit = find_format(options.precision), options.max_loss
     if options.weight_scales not in WEIGHT_SCALES:
         hint = nearest(options.weight_scales, WEIGHT_SCALES)
-        raise DeployError("No such kind of weight scales.", got=options.weight_scales, hint=hint)
+        what, got = "No such kind of weight scales.", options.weight_scales
+        raise DeployError(what, got=got, hint=hint, options=("weight_scales",))
     format = replace(format, per_tensor=options.weight_scales == "tensor")
     if options.calibration not in CALIBRATIONS:
         hint = nearest(options.calibration, CALIBRATIONS)
-        raise DeployError("No such calibration.", got=options.calibration, hint=hint)
+        what, got = "No such calibration.", options.calibration
+        raise DeployError(what, got=got, hint=hint, options=("calibration",))
     metric = None if options.metric is None else Metric(options.metric)
     with graph_code(f"graph {original.name}"):
         fused = fuse_attention(original.model)[0] if options.quantize_attention else original.model
@@ -396,10 +398,12 @@ def quantize(original: Original, options: ExportOptions, on_step: OnName = silen
     layers: list[Part] = [*gemm_layers(original.model), *attentions]
     if options.quantize_attention and not attentions:
         what, hint = "The model has no attention that can be quantized.", "leave --quantize-attention out"
-        raise ExportError(what, got=original.name, hint=f"{hint}; a KV cache or weights as an output")
+        hint = f"{hint}; a KV cache or weights as an output"
+        raise ExportError(what, got=original.name, hint=hint, options=("quantize_attention",))
     if not layers:
         what, hint = "The model has no GEMM that can be quantized.", "--precision fp16 or auto"
-        raise ExportError(what, got=original.name, hint=f"{hint}; a GEMM with a constant weight")
+        hint = f"{hint}; a GEMM with a constant weight"
+        raise ExportError(what, got=original.name, hint=hint, options=("precision",))
     parts = [*layers, *other_gemms(original.model)]
     given = options.data if options.data is not None else original.samples
     samples = Samples(original=original, given=given, limit=options.data_limit)

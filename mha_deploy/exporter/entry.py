@@ -201,9 +201,10 @@ def refuse_export(model: Model, out: Path, options: ExportOptions, inputs: Mappi
     if options.precision != AUTO:
         find_precision(options.precision)
     if given := given_of(options, OF_EIGHT_BITS):
-        hint = "--precision int8 or fp8, or leave it out"
-        got = f"--precision {options.precision}"
-        raise DeployError(f"{given[0].split()[0]} needs an eight-bit precision.", got=got, hint=hint)
+        what = "These options need an eight-bit precision."
+        hint = "--precision int8 or fp8, or leave them out"
+        got = f"{', '.join(given.values())} with --precision {options.precision}"
+        raise DeployError(what, got=got, hint=hint, options=("precision", *given))
 
 
 def _open_original(
@@ -227,10 +228,10 @@ def _refuse_unused(model: Model, options: ExportOptions, inputs: Mapping[str, An
     refused = _NOT_OF_FILE if is_file else {} if model.is_layer else _NOT_OF_MODULE
     for name, (what, hint) in refused.items():
         if given := given_of(options, (name,)):
-            raise ExportError(what, got=given[0], hint=hint)
+            raise ExportError(what, got=given[name], hint=hint, options=given)
     if options.prefix and options.weights is None:
         what, hint = "--prefix needs a checkpoint.", "--weights FILE as well, or leave it out"
-        raise ExportError(what, got=f"--prefix {options.prefix}", hint=hint)
+        raise ExportError(what, got=f"--prefix {options.prefix}", hint=hint, options=("prefix",))
     if inputs and not is_file:
         raise ExportError(
             "Only an export of an ONNX file takes --input.",

@@ -162,11 +162,11 @@ def choose_opset(layer: AttentionSpec | None, wanted: int | None) -> int:
     """The operator set to export with: the first that has what a layer needs, or the wanted one."""
     needed = _OPSETS[-1] if layer is not None and layer.cache == "preallocated" else _OPSETS[0]
     if wanted is not None and wanted not in _OPSETS:
-        hint = f"one of {_OPSETS}"
-        raise ExportError("The canonical graph needs an operator set with Attention.", got=wanted, hint=hint)
+        what, hint = "The canonical graph needs an operator set with Attention.", f"one of {_OPSETS}"
+        raise ExportError(what, got=wanted, hint=hint, options=("opset",))
     if wanted is not None and wanted < needed:
         what, hint = "A preallocated cache needs an operator set with TensorScatter.", f"--opset {needed}"
-        raise ExportError(what, got=wanted, hint=hint)
+        raise ExportError(what, got=wanted, hint=hint, options=("opset",))
     return wanted or needed
 
 
@@ -200,9 +200,11 @@ class LayerSource(flow.ExportSource):
         self.step("weights")
         options = self.options
         if options.device not in _DEVICES:
-            raise ExportError("No such device.", got=options.device, hint=nearest(options.device, _DEVICES))
+            hint = nearest(options.device, _DEVICES)
+            raise ExportError("No such device.", got=options.device, hint=hint, options=("device",))
         if options.device == "cuda" and not torch.cuda.is_available():
-            raise ExportError("There is no CUDA device.", got=options.device, hint="--device cpu")
+            what, hint = "There is no CUDA device.", "--device cpu"
+            raise ExportError(what, got=options.device, hint=hint, options=("device",))
         state = None
         if options.weights is not None:
             given = options.weights

@@ -62,7 +62,6 @@ def smallest_normal(dtype: np.dtype) -> float:
 def find_precision(name: str) -> Precision:
     """Look a precision up by name."""
     if name not in PRECISIONS:
-        raise DeployError(
-            "No such precision.", got=name, hint=nearest(name, ("auto", *PRECISIONS, *EIGHT_BITS))
-        )
+        hint = nearest(name, ("auto", *PRECISIONS, *EIGHT_BITS))
+        raise DeployError("No such precision.", got=name, hint=hint, options=("precision",))
     return PRECISIONS[name]

@@ -256,8 +256,8 @@ class _Validator:
                 refuse_without_factory(self.bundle.manifest.spec)
             except BundleError as error:
                 given = given_of(self.options, ("fresh", "sweep", "probe", "steps"))
-                got = f"{error.got}, for {', '.join(given)}" if given else error.got
-                raise BundleError(error.what, got=got, hint=error.hint) from error
+                got = f"{error.got}, for {', '.join(given.values())}" if given else error.got
+                raise BundleError(error.what, got=got, hint=error.hint, options=given) from error
         runtimes.refuse_without_torch("of fresh inputs")
         from mha_deploy.baselines.fresh import FreshCases
 

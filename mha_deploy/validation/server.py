@@ -48,9 +48,8 @@ class _ServerValidation:
     def __init__(self, bundle: Bundle, options: ValidateOptions, on_step: OnStep) -> None:
         if options.requests < 1 or not options.clients or min(options.clients) < 1:
             got = f"clients {list(options.clients)}, requests {options.requests}"
-            raise DeployError(
-                "At least one client and one request are needed.", got=got, hint="--clients 1 --requests 1"
-            )
+            what, hint = "At least one client and one request are needed.", "--clients 1 --requests 1"
+            raise DeployError(what, got=got, hint=hint, options=("clients", "requests"))
         self.bundle, self.options, self.on_step = bundle, options, on_step
         self.spec, self.precision = bundle.manifest.spec, bundle.manifest.precision
         name = served_name(self.spec.name)

@@ -343,7 +343,7 @@ def loss_findings(manifest: Manifest, options: ValidateOptions) -> Iterator[Find
     if loss is None:
         if options.max_loss is not None:
             what, hint = "The model is not compressed, so it has no loss.", "leave --max-loss out"
-            raise DeployError(what, got=manifest.spec.name, hint=hint)
+            raise DeployError(what, got=manifest.spec.name, hint=hint, options=("max_loss",))
         return
     limit = loss.limit if options.max_loss is None else options.max_loss
     if limit is not None and loss.worst > limit:

@@ -57,16 +57,19 @@ class BuildRequest:
     has_int8: bool = False  # whether the graph has Q/DQ in INT8, which such a TensorRT must be allowed to use
 
     def __post_init__(self) -> None:
-        for what, value, known in (
-            ("precision", self.precision, ("fp16", "bf16", "fp32")),
-            ("hardware compatibility", self.options.hardware_compatible, tuple(HARDWARE_LEVELS)),
-            ("refit mode", self.options.refit, ("all", "identical")),
+        hardware = self.options.hardware_compatible
+        for name, what, value, known in (
+            ("precision", "precision", self.precision, ("fp16", "bf16", "fp32")),
+            ("hardware_compatible", "hardware compatibility", hardware, tuple(HARDWARE_LEVELS)),
+            ("refit", "refit mode", self.options.refit, ("all", "identical")),
         ):
             if value is not None and value not in known:
-                raise EngineError(f"No such {what}.", got=value, hint=nearest(value, known))
+                hint = nearest(value, known)
+                raise EngineError(f"No such {what}.", got=value, hint=hint, options=(name,))
         level = self.options.optimization_level
         if level is not None and not 0 <= level <= 5:
-            raise EngineError("The optimization level is out of range.", got=level, hint="0-5")
+            what, option = "The optimization level is out of range.", "optimization_level"
+            raise EngineError(what, got=level, hint="0-5", options=(option,))
 
     @property
     def target_names(self) -> tuple[str, ...]:
@@ -111,7 +114,8 @@ def parse_targets(targets: str | Sequence[str]) -> tuple[str, ...]:
         elif text.upper() == "CURRENT":
             names.append("CURRENT")
         elif text:
-            raise EngineError("This is not a compute capability.", got=text, hint="write it as 8.9 or 89")
+            what, hint = "This is not a compute capability.", "write it as 8.9 or 89"
+            raise EngineError(what, got=text, hint=hint, options=("targets",))
     return tuple(dict.fromkeys(names))
 
 

@@ -161,7 +161,7 @@ def load(backend: str) -> TensorRT:
     """Import a TensorRT, and probe its capabilities."""
     if backend not in MODULES and backend not in LEAN:
         hint = nearest(backend, (*MODULES, *LEAN))
-        raise DeployError("No such TensorRT backend.", got=backend, hint=hint)
+        raise DeployError("No such TensorRT backend.", got=backend, hint=hint, options=("backend",))
     *others, last = names = LEAN.get(backend) or (MODULES[backend],)
     for name in others:
         with suppress(ImportError, OSError):
