@@ -58,11 +58,11 @@ class Report(SavableResult):
 
     def to_junit(self) -> str:
         """JUnit XML: a test case for every output that was judged, and one for the verdict."""
-        from mha_deploy.report.page import TestResult, junit
+        from mha_deploy.report.page import JUnitTest, junit
 
         record = self.record
         results = [
-            TestResult(
+            JUnitTest(
                 (record.model.name, f"{run.runtime}, {run.cases}"),
                 f"{each.case}/{each.output}",
                 each.outcome,
@@ -73,7 +73,7 @@ class Report(SavableResult):
         ]
         failures = [f"- {each.text}" for each in self.findings if each.level is Severity.FAILURE]
         words = "\n".join([self.headline, *failures])
-        return junit("validate", [*results, TestResult((record.model.name,), "verdict", self.outcome, words)])
+        return junit("validate", [*results, JUnitTest((record.model.name,), "verdict", self.outcome, words)])
 
     def save_junit(self, path: StrPath, *, overwrite: bool = False) -> Path:
         """Write the JUnit XML to a file, and give its path; one of this tool is replaced.

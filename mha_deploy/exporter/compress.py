@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -587,12 +588,12 @@ class CompressedSource(OnnxSource):
         usual = {name: axis.opt for name, axis in self._before.spec.axes.items()}
         planned = replace(planned, sizes={**usual, **planned.sizes})
         drawn = dict(self._before.draw(planned))
+        call_of = cache(lambda call: self._before.draw(replace(planned, name=f"{planned.name} {call}")))
         for name, array in drawn.items():
             for axis, dim in enumerate(self.dims[name]):
                 size = planned.sizes.get(str(dim), 1)
                 if array.shape[axis] == 1 < size:  # the original takes one token in a call
-                    calls = (replace(planned, name=f"{planned.name} {call}") for call in range(size))
-                    drawn[name] = np.concatenate([self._before.draw(each)[name] for each in calls], axis)
+                    drawn[name] = np.concatenate([call_of(call)[name] for call in range(size)], axis)
         return {name: array.astype(types[name]) for name, array in drawn.items()}
 
     def origin(self) -> str:

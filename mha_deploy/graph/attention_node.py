@@ -10,7 +10,20 @@ import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.bundle.manifest import AttentionNode
-from mha_deploy.graph.ir import HALVES, Dim, dim, dims, input_at, is_op, made_by, node_name, output_at, rank
+from mha_deploy.graph.ir import (
+    HALVES,
+    Dim,
+    NodeBuilder,
+    constant,
+    dim,
+    dims,
+    input_at,
+    is_op,
+    made_by,
+    node_name,
+    output_at,
+    rank,
+)
 from mha_deploy.graph.roles import CARRIES, MOVES
 
 # -- The attributes and inputs of one ONNX `Attention` node, read into a record --------------------
@@ -109,6 +122,23 @@ def read_quantized(node: ir.Node) -> QuantizedAttention | None:
     if len(inputs) == 3 and _stored_type(inputs[2]) == kind and up is not None and _stored_type(up) == kind:
         return QuantizedAttention(type=kind, inputs=inputs, weights=up, matmul=matmul)
     return QuantizedAttention(type=kind, inputs=inputs)
+
+
+def requantized(
+    b: NodeBuilder, dequantize: ir.Node, x: ir.Value | None = None, factor: float = 1.0
+) -> ir.Value:
+    """Q/DQ like those of a tensor, on it or on `x`; what is dequantized is times a factor."""
+    quantize = made_by(input_at(dequantize, 0), "QuantizeLinear")
+    stored, scale, *zero = dequantize.inputs
+    if quantize is not None and (x := x or quantize.inputs[0]) is not None:
+        stored = b.op("QuantizeLinear", x, *quantize.inputs[1:])
+        stored.shape, stored.type = x.shape, quantize.outputs[0].type
+    if factor != 1.0 and (held := constant(scale)) is not None:
+        numbers = held.numpy().astype(np.float64) * factor
+        scale = b.constant(numbers.tolist(), held.dtype)
+    result = b.op("DequantizeLinear", stored, scale, *zero)
+    result.shape, result.type = None if stored is None else stored.shape, dequantize.outputs[0].type
+    return result
 
 
 def heads_of(node: ir.Node) -> ir.Value:

@@ -1014,9 +1014,8 @@ class _Writer:
             else:
                 opened_q = builder.op("Where", masked, zero, x)
             opened_q.shape, opened_q.type = q.shape, ir.TensorType(x.dtype or HALF)
-            for each in (down, up) if up is not None and down is not None else ():
-                opened_q = builder.op(each.op_type, opened_q, *each.inputs[1:])
-                opened_q.shape, opened_q.type = q.shape, each.outputs[0].type
+            if up is not None and down is not None:
+                opened_q = an.requantized(builder, up, opened_q)
             node.replace_input_with(an.Q, opened_q)
         self._graph.insert_before(node, builder.nodes)
         return True

@@ -21,7 +21,7 @@ from mha_deploy.model.spec import Axis
 from mha_deploy.options import Limits
 from mha_deploy.output import IsOurs, is_junit, is_page, write_files
 from mha_deploy.report import SavableResult
-from mha_deploy.report.page import TestResult, junit, sections_page
+from mha_deploy.report.page import JUnitTest, junit, sections_page
 from mha_deploy.report.table import Cell, Group, RawRow, Table, markdown, markdown_text, table
 from mha_deploy.status import Gap, Kind, Outcome, Word
 from mha_deploy.text import (
@@ -868,7 +868,7 @@ class Comparison(SavableResult):
             outcome = Outcome.NOT_VERIFIED if is_unclear else Outcome.PASSED
             outcome = Outcome.FAILED if change in worse else outcome
             words = f"{change.old} → {change.new}{': ' if change.why else ''}{change.why}"
-            results.append(TestResult((change.model, change.section), change.subject, outcome, words))
+            results.append(JUnitTest((change.model, change.section), change.subject, outcome, words))
         return junit("compare", results)
 
     def to_html(self) -> str:

@@ -47,7 +47,7 @@ class PageSection(NamedTuple):
     parts: Sequence[Part]
 
 
-class TestResult(NamedTuple):
+class JUnitTest(NamedTuple):
     """One test case of JUnit XML."""
 
     place: Sequence[str]  # from the outermost one
@@ -56,7 +56,7 @@ class TestResult(NamedTuple):
     words: str
 
 
-def junit(command: str, results: Sequence[TestResult]) -> str:
+def junit(command: str, results: Sequence[JUnitTest]) -> str:
     """JUnit XML of what a command judged: what failed is a failure, what is not verified is skipped."""
     count = Counter(each.outcome for each in results)
     counts = {"tests": len(results), "failures": count[Outcome.FAILED], "errors": 0}

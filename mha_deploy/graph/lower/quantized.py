@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.graph.attention_node import QuantizedAttention
+from mha_deploy.graph.attention_node import QuantizedAttention, requantized
 from mha_deploy.graph.ir import NodeBuilder, constant, input_at, made_by
 from mha_deploy.graph.lower import masks
 from mha_deploy.graph.lower.call import AttentionCall, QueryKeyValue, split_heads
@@ -19,20 +19,6 @@ from mha_deploy.graph.quantize import OPERATOR
 
 DOMAIN = "trt"
 _LEAST_NORMAL = float(np.finfo(np.float16).smallest_normal)
-
-
-def requantized(
-    b: NodeBuilder, dequantize: ir.Node, x: ir.Value | None = None, factor: float = 1.0
-) -> ir.Value:
-    """Q/DQ like those of a tensor, on it or on `x`; what is dequantized is times a factor."""
-    quantize = made_by(input_at(dequantize, 0), "QuantizeLinear")
-    stored, scale, *zero = dequantize.inputs
-    if quantize is not None:
-        stored = b.op("QuantizeLinear", x or quantize.inputs[0], *quantize.inputs[1:])
-    if factor != 1.0 and (held := constant(scale)) is not None:
-        numbers = held.numpy().astype(np.float64) * factor
-        scale = b.constant(numbers.tolist(), held.dtype)
-    return b.op("DequantizeLinear", stored, scale, *zero)
 
 
 def quantized_heads(call: AttentionCall, b: NodeBuilder, found: QuantizedAttention) -> QueryKeyValue:

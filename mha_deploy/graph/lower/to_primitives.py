@@ -10,7 +10,14 @@ from typing import ClassVar, NamedTuple
 
 import onnx_ir as ir
 
-from mha_deploy.graph.attention_node import PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT, QuantizedAttention, Y
+from mha_deploy.graph.attention_node import (
+    PRESENT_KEY,
+    PRESENT_VALUE,
+    QK_OUTPUT,
+    QuantizedAttention,
+    Y,
+    requantized,
+)
 from mha_deploy.graph.ir import NodeBuilder, Size, replace_node
 from mha_deploy.graph.lower import cache as kv
 from mha_deploy.graph.lower import masks
@@ -22,7 +29,7 @@ from mha_deploy.graph.lower.operators import (
     rotary_to_primitives,
     scatter_to_primitives,
 )
-from mha_deploy.graph.lower.quantized import folded_scale, quantized_heads, requantized
+from mha_deploy.graph.lower.quantized import folded_scale, quantized_heads
 
 AUTO, COPY = "auto", "copy"
 
