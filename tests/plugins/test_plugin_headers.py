@@ -2,6 +2,7 @@
 
 import pytest
 
+import mha_deploy.api  # noqa: F401 (errors name its keywords)
 from mha_deploy.engine import plugins as headers
 from mha_deploy.engine.plugins import PARTS, PluginError, find_parts
 
