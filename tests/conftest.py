@@ -244,7 +244,14 @@ def _own_traced_once(trace):
             return trace(user, **options)
         weights = (file.read_bytes(), user.state_sha256, user.precision.name)
         options = {**trace.__kwdefaults__, **options}
-        key = (user.factory, *weights, repr(user.axes), repr(user.dims), *options.items())
+        # Environment and files may change what the same code makes with the same weights.
+        plain = [
+            (name, key, value)
+            for name, part in user.module.named_modules()
+            for key, value in vars(part).items()
+            if isinstance(value, bool | int | float | str)
+        ]
+        key = (user.factory, *weights, repr(user.axes), repr(user.dims), *options.items(), *plain)
         if key not in known:
             known[key] = trace(copy.deepcopy(user), **options)
         return replace(known[key], model=known[key].model.clone())

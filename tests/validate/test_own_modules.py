@@ -22,7 +22,7 @@ from mha_deploy.errors import DeployError
 from mha_deploy.exporter.observe import observe
 from mha_deploy.graph.file import load_graph
 from mha_deploy.options import EngineOptions, ValidateOptions
-from mha_deploy.runtime.child import end_children, isolation
+from mha_deploy.runtime.child import isolation
 from mha_deploy.status import Outcome
 from mha_deploy.validation.fault import layers_case, reference_for
 from mha_deploy.validation.run import validate_bundle
@@ -242,7 +242,6 @@ def test_a_factory_whose_code_was_changed_is_no_oracle(own_bundles, monkeypatch)
     assert {each.cases for each in validate_bundle(bundle, options).record.parity} >= {"golden", "fresh"}
     assert reference_for(bundle, case, "tensorrt").module_unused is None
     monkeypatch.setenv("OWN_MODELS_WINDOW", "5")
-    end_children()  # those that wait have the environment from before
     report = validate_bundle(bundle, options).record
     assert "fresh" not in {each.cases for each in report.parity}
     assert report.fault is None
