@@ -685,7 +685,7 @@ class ServerRunner(Runner):
         except ServerError as error:
             if error.kind != UNREACHABLE and not error.refused:
                 raise
-            why = error.got if error.what == what and error.got else error.in_one_line
+            why = error.got or error.what
             got = f"{self.url.scheme}://{self.url.address} {self.model}: {why}"
             raise BackendUnavailable(what, got=got, hint=self._ready_models() or _START) from error
 
