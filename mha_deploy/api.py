@@ -502,7 +502,7 @@ def build_engine(
         from mha_deploy.engine.build import lowered_graph
         from mha_deploy.graph.file import commit_graph
 
-        commit_graph(lowered_graph(opened, engine, settings), target)
+        commit_graph(lowered_graph(opened, engine), target)
     return engine
 
 
@@ -913,10 +913,9 @@ def deploy(
         raise DeployError(what, got=", ".join(unused.values()), hint=hint, options=unused)
     refuse_export(found, _path(out), settings, inputs or {})  # before anything heavy is imported
     if not candidates and is_traced_beside(found.source, settings):
-        from mha_deploy.runtime.child import EXPORTER, TENSORRT, prepare_child
+        from mha_deploy.runtime.child import EXPORTER, prepare_child
 
-        for family in (EXPORTER, *([TENSORRT] * engine)):
-            prepare_child(family)  # they import what they need while this process does
+        prepare_child(EXPORTER)  # it imports what it needs while this process does
     from mha_deploy.deployment import deploy_model
 
     return deploy_model(

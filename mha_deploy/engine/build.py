@@ -102,11 +102,22 @@ def engine_from_bundle(
     return _EngineBuild(bundle, model, rt, chosen, on_progress).write(path, requested=requested)
 
 
-def lowered_graph(bundle: Bundle, engine: Engine, options: EngineOptions) -> ir.Model:
+def lowered_graph(bundle: Bundle, engine: Engine) -> ir.Model:
     """The graph that an engine of a bundle was built from, as TensorRT got it."""
     rt, model = load(engine.manifest.backend), load_graph(bundle.model_path)
-    applied = Candidate.of(engine.manifest.attention).applied_to(options)
-    return lowering.lower_for(rt, model, applied, engine.manifest.ranges)[0]
+    return lowering.lower_for(rt, model, _lowered_with(engine), engine.manifest.ranges)[0]
+
+
+def _lowered_with(engine: Engine) -> EngineOptions:
+    """The options of an engine that decide how its graph was lowered."""
+    manifest, given = engine.manifest, engine.manifest.options
+    options = EngineOptions(
+        backend=manifest.backend,
+        targets=",".join(given.get("targets") or ()),
+        allow_decomposed=bool(given.get("allow_decomposed")),
+        gqa=given.get("gqa"),
+    )
+    return Candidate.of(manifest.attention).applied_to(options)
 
 
 def _free_path(bundle: Bundle, rt: TensorRT, options: EngineOptions) -> Path:
@@ -626,8 +637,7 @@ def refitted_engine(engine: Engine, old: Bundle, new: Bundle) -> Engine:
     refuse_fixed_weights(engine)
     manifest = engine.manifest
     rt = load(manifest.backend)
-    options = EngineOptions(backend=manifest.backend, allow_decomposed=True)
-    before, after = (lowered_graph(each, engine, options) for each in (old, new))
+    before, after = (lowered_graph(each, engine) for each in (old, new))
     if differs := differing_part(before, after):
         problem = "The graph with the new weights differs, so the engine cannot take them."
         hint = f"build an engine of it: {build_command(new.path)}"
@@ -640,7 +650,8 @@ def refitted_engine(engine: Engine, old: Bundle, new: Bundle) -> Engine:
         given = (rt, plan, folder / "model.onnx", host_code, manifest.plugins)
         step = "replacing the weights of the engine"
         made = call_isolated(rt.backend, _refit, *given, title=rt.title, step=step)
-    first = run_first(rt, made, manifest.profile_names, host_code=host_code)
+    large = manifest.large_tensors
+    first = run_first(rt, made, manifest.profile_names, host_code=host_code, large_tensors=large)
     if first.is_useless:
         got = next(iter(first.failed.values()))
         raise EngineError("The refitted engine cannot be run.", got=got, hint=_BUILD_AGAIN)
@@ -829,7 +840,5 @@ def lowered_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runne
 def twin_opener(engine: Engine, bundle: Bundle) -> Callable[[ir.Model], Runner]:
     """A function that builds a variation of a bundle's graph as an engine of it was built, and loads it."""
     rt, open_lowered = load(engine.manifest.backend), lowered_opener(engine, bundle)
-    options = EngineOptions(backend=rt.backend, allow_decomposed=True)
-    options = Candidate.of(engine.manifest.attention).applied_to(options)
-    ranges = engine.manifest.ranges
+    options, ranges = replace(_lowered_with(engine), allow_decomposed=True), engine.manifest.ranges
     return lambda model: open_lowered(lowering.lower_for(rt, model, options, ranges)[0])

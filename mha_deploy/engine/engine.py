@@ -27,7 +27,7 @@ from mha_deploy.environment import RUNTIMES, gpus, installed_version
 from mha_deploy.errors import BackendUnavailable, BundleError, DeployError, SpecError
 from mha_deploy.files import PathPart, check_plain, hint_for_missing, open_regular, read_json, read_regular
 from mha_deploy.graph.file import load_graph
-from mha_deploy.graph.rules import LEAST_FP8, is_rtx_gpu
+from mha_deploy.graph.rules import LEAST_FP8, TENSORRT, TENSORRT_RTX, is_rtx_gpu
 from mha_deploy.model.spec import Axis, ModelSpec
 from mha_deploy.output import (
     PLAN_MAGIC,
@@ -133,7 +133,6 @@ def profile_shapes(spec: ModelSpec, ranges: Ranges) -> Profile:
 
 FORMAT = 2
 FOLDER = "engines"
-RTX = "tensorrt-rtx"
 
 
 class KernelRecord(TypedDict):
@@ -198,7 +197,7 @@ class EngineManifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """What an engine is."""
 
     backend: Annotated[str, Meta(pattern=f"^({'|'.join(MODULES)})$")]
-    version: str  # of the TensorRT that built it; another one cannot load it
+    version: str  # of the TensorRT that built it; see `loads_plans_of` for which others load it
     gpu: dict[str, str] | None  # that it was built on; None where it was compiled for named targets
     targets: list[str]  # compute capabilities it was compiled for, as SM89; none for all that can (RTX)
     model: str
@@ -427,7 +426,7 @@ def open_engine(path: Path) -> Engine:
         begin = f"begins with {plan[:8]!r}" if plan else "is empty"
         problem = "The engine is not a TensorRT plan."
         raise BundleError(problem, got=f"{path}, which {begin}", hint="rebuild it")
-    if manifest.backend != RTX:
+    if manifest.backend != TENSORRT_RTX:
         return Engine(path=path, manifest=manifest, is_confirmed=False)
     verdict = _derived_verdict(plan, manifest, _bundle_of(path))
     return Engine(path=path, manifest=msgspec.structs.replace(manifest, verdict=verdict))
@@ -678,10 +677,10 @@ def with_unrecognized(verdict: EngineVerdict, manifest: Manifest, *, profiles: i
 def default_backend() -> str:
     """TensorRT where there is a GPU for it, else TensorRT-RTX, which compiles without one."""
     installed = [name for name, module in MODULES.items() if importlib.util.find_spec(module) is not None]
-    if "tensorrt" in installed and gpus():
-        return "tensorrt"
-    if RTX in installed:
-        return RTX
+    if TENSORRT in installed and gpus():
+        return TENSORRT
+    if TENSORRT_RTX in installed:
+        return TENSORRT_RTX
     got = f"installed: {', '.join(installed) or 'none'}; GPUs: {len(gpus())}"
     hint = 'pip install "mha-deploy[rtx]", which builds without a GPU'
     raise BackendUnavailable("No TensorRT that can build on this machine is installed.", got=got, hint=hint)
@@ -804,10 +803,10 @@ def open_engine_runner(engine: Engine, *, cuda_graph: bool = True, runtime: str 
     return open_isolated(runtime, title, _open_here, engine, cuda_graph, runtime)
 
 
-def _open_here(engine: Engine, cuda_graph: bool, runtime: str | None = None) -> TensorRTRunner:
+def _open_here(engine: Engine, cuda_graph: bool, runtime: str) -> TensorRTRunner:
     """Load an engine that fits this machine, in this process."""
     manifest = engine.manifest
-    rt = load(runtime or manifest.backend)
+    rt = load(runtime)
     # The runtime inside a version-compatible engine is code, and is executed: only on request.
     host_code = bool(manifest.options.get("version_compatible"))
     if host_code:
@@ -826,7 +825,7 @@ def _open_here(engine: Engine, cuda_graph: bool, runtime: str | None = None) -> 
 def backend_of_plan(path: Path) -> str | None:
     """The TensorRT whose plans begin like this file; None where it is no plan."""
     head = _beginning(path)
-    return None if head[1:4] != PLAN_MAGIC else RTX if head[:1] == b"v" else "tensorrt"
+    return None if head[1:4] != PLAN_MAGIC else TENSORRT_RTX if head[:1] == b"v" else TENSORRT
 
 
 def _beginning(path: Path) -> bytes:

@@ -355,7 +355,7 @@ NVCC = Part(
 PARTS = (
     Part(
         key="tensorrt_include", title="TensorRT", install=_tensorrt_headers(),
-        files=("NvInfer.h", "NvInferVersion.h"),
+        files=("NvInferRuntime.h", "NvInferVersion.h"),
         places=(
             "$TENSORRT_ROOT/include", "$TENSORRT_ROOT", "/usr/local/tensorrt/include",
             "/opt/tensorrt/include",

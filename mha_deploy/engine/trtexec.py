@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mha_deploy.engine.engine import RTX, EngineManifest
+from mha_deploy.engine.engine import EngineManifest
 from mha_deploy.errors import DeployError
+from mha_deploy.graph.rules import TENSORRT_RTX
 from mha_deploy.runtime.tensorrt.versions import EXTERNAL_LIBRARIES
 
 _HARDWARE = {"ampere-plus": "ampere+", "same-compute-capability": "sameComputeCapability"}
@@ -29,7 +30,7 @@ class TrtexecCommand(str):
 
 def refuse_rtx(backend: str) -> None:
     """Refuse a backend whose engines trtexec does not build."""
-    if backend == RTX:
+    if backend == TENSORRT_RTX:
         problem = "trtexec builds for TensorRT, not for TensorRT-RTX."
         hint = "--backend tensorrt; or --save-onnx alone, and TensorRT-RTX's own tool, tensorrt_rtx"
         raise DeployError(problem, got=backend, hint=hint)

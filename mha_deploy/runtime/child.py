@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-ONNX_RUNTIME, ONNX_REFERENCE, TENSORRT, PYTORCH = "onnxruntime", "onnx", "tensorrt", "torch"
+ONNX_RUNTIME, ONNX_REFERENCE, PYTORCH = "onnxruntime", "onnx", "torch"
 EXPORTER = "exporter"  # of PyTorch
 
 # What a child of a family imports before its first call.

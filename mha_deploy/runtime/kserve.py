@@ -117,7 +117,7 @@ DATATYPES = {
     **{f"UINT{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
 }
 """The types of the protocol that are numbers."""
-_NAMES = {dtype: name for name, dtype in DATATYPES.items()}
+NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 
 
 class _ServerData(msgspec.Struct):
@@ -148,6 +148,7 @@ class _ConfigTensor(msgspec.Struct):
 BUNDLE_PARAMETER = "mha_deploy_bundle_sha256"
 """The parameter of a served model that names the manifest of its bundle, by its hash."""
 RUNS_PARAMETER = "runtimes"  # the engines or the runtime of a packaged model
+SEQUENCES_PARAMETER = "sequences"  # how many sequences have a KV cache at a time
 _LONGEST_NAME = 200
 
 
@@ -354,7 +355,7 @@ class _Http(_Connection):
                 {
                     "name": name,
                     "shape": list(array.shape),
-                    "datatype": _NAMES[array.dtype],
+                    "datatype": NAMES[array.dtype],
                     "parameters": {"binary_data_size": array.nbytes},
                 }
                 for name, array in feeds.items()
@@ -560,7 +561,7 @@ class _Grpc(_Connection):
     ) -> list[_Output]:
         request = self._schema.ModelInferRequest(model_name=model, model_version=self.url.version)
         for name, array in feeds.items():
-            request.inputs.add(name=name, datatype=_NAMES[array.dtype], shape=array.shape)
+            request.inputs.add(name=name, datatype=NAMES[array.dtype], shape=array.shape)
             request.raw_input_contents.append(array.tobytes())
         for name in outputs:
             request.outputs.add(name=name)

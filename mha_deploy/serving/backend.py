@@ -23,6 +23,7 @@ from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.model.spec import KVCache, ModelSpec
 from mha_deploy.runtime import RUNNERS
 from mha_deploy.runtime.child import isolation
+from mha_deploy.runtime.kserve import RUNS_PARAMETER, SEQUENCES_PARAMETER
 from mha_deploy.runtime.runner import Arrays, Runner
 from mha_deploy.text import group_by
 from mha_deploy.validation.decode import DecodeLoop, DeviceDecodeLoop, HostDecodeLoop
@@ -170,6 +171,7 @@ class SequenceCaches:
     def infer(self, requests: Sequence[ServedRequest]) -> list[Arrays | DeployError]:
         """Prompts and decode steps of different sequences."""
         results, present = dict[int, Arrays | DeployError](), dict[Hashable, int]()
+        batch = {request.sequence for request in requests}
         for index, request in enumerate(requests):
             if present.setdefault(request.sequence, index) != index:
                 got = f"correlation ID {request.sequence}"
@@ -180,7 +182,7 @@ class SequenceCaches:
                 )
                 continue
             if request.start:
-                self._begin(request.sequence, present)
+                self._begin(request.sequence, batch)
             if (problem := self._refusal(request)) is not None:
                 results[index] = problem
 
@@ -196,11 +198,11 @@ class SequenceCaches:
                 self._sequences.pop(sequence, None)
         return [results[index] for index in range(len(requests))]
 
-    def _begin(self, sequence: Hashable, present: Container[Hashable]) -> None:
+    def _begin(self, sequence: Hashable, batch: Container[Hashable]) -> None:
         """Give a sequence an empty cache, if need be that of another one that is not in the same batch."""
         self._sequences.pop(sequence, None)
         if len(self._sequences) >= self.slots:  # the server has given up the one that rests longest
-            idle = {key: each.used for key, each in self._sequences.items() if key not in present}
+            idle = {key: each.used for key, each in self._sequences.items() if key not in batch}
             if not idle:
                 return
             del self._sequences[min(idle, key=lambda key: idle[key])]
@@ -330,9 +332,9 @@ class TritonPythonModel:
         self._outputs = [each["name"] for each in config["output"]]
         self._model = ServedModel(
             Path(args["model_repository"]) / args["model_version"],
-            settings["runtimes"].split(","),
+            settings[RUNS_PARAMETER].split(","),
             batched=int(config.get("max_batch_size", 0)) > 0,
-            sequences=int(settings.get("sequences", "0")),
+            sequences=int(settings.get(SEQUENCES_PARAMETER, "0")),
         )
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:

@@ -22,7 +22,6 @@ from mha_deploy.bundle.folder import MANIFEST, MODEL, Bundle, sha256
 from mha_deploy.bundle.sizes import SizeLimit
 from mha_deploy.engine.engine import (
     FOLDER,
-    RTX,
     Engine,
     build_command,
     manifest_path,
@@ -33,6 +32,7 @@ from mha_deploy.engine.plugins import library_needed
 from mha_deploy.environment import can_import
 from mha_deploy.errors import BackendUnavailable, DeployError, ValidationFailed, nearest
 from mha_deploy.files import PathPart, read_json, read_regular
+from mha_deploy.graph.rules import TENSORRT_RTX
 from mha_deploy.judge import judge_case
 from mha_deploy.model.spec import ModelSpec, ModuleSpec, TensorSpec, axes_in
 from mha_deploy.options import PackageOptions
@@ -51,7 +51,14 @@ from mha_deploy.output import (
 from mha_deploy.requirements import REQUIRED
 from mha_deploy.runtime import GPU_RUNNERS, RUNNERS, available_cpu_runtime, open_runner
 from mha_deploy.runtime.cuda import find_gpu
-from mha_deploy.runtime.kserve import BUNDLE_PARAMETER, INSTALL, RUNS_PARAMETER, served_name
+from mha_deploy.runtime.kserve import (
+    BUNDLE_PARAMETER,
+    INSTALL,
+    NAMES,
+    RUNS_PARAMETER,
+    SEQUENCES_PARAMETER,
+    served_name,
+)
 from mha_deploy.serving.backend import BUNDLE, PLUGINS
 from mha_deploy.serving.wheel import wheel_name, write_wheel
 from mha_deploy.status import Outcome, Severity
@@ -61,7 +68,6 @@ from mha_deploy.validation.runtimes import RuntimeFinder
 
 PYTHON, PLAN = "python", "tensorrt_plan"
 VARIANTS = (PYTHON, PLAN)
-_TYPES = {"float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "float64": "FP64", "bool": "BOOL"}
 _OWNER = BUNDLE_PARAMETER  # the parameter by which a model of this tool is known
 _CONFIG, _FILES = "config.pbtxt", "mha-deploy.json"
 _IDLE_US = 60_000_000
@@ -77,12 +83,12 @@ _RELEASE = "25.08"  # of the server, where the user names no other
 _README = """# {package.name}
 
 {model}, packaged by mha-deploy for Triton's {package.options.variant} backend; it is run by {runtimes}.
-All commands are for the folder that holds `{package.repository.name}`.
+All commands are for the folder that holds `{repository}`.
 
 ```bash
 TRITON={release}    # a release of Triton; {needs}
 docker run --rm{gpus} --shm-size=1g -p 8000:8000 -p 8001:8001 -p 8002:8002 \\
-  -v "$PWD/{package.repository.name}:/models" nvcr.io/nvidia/tritonserver:${{TRITON}}-py3 \\
+  -v "$PWD/{repository}:/models" nvcr.io/nvidia/tritonserver:${{TRITON}}-py3 \\
   {run}
 ```
 
@@ -196,7 +202,9 @@ class Packaging:
             hint = nearest(unknown[0], [*by_name, *RUNNERS])
             hint += "; one runtime, or engines" if len(wanted) > 1 else ""
             raise DeployError("The bundle has no engine of that name.", got=unknown[0], hint=hint)
-        usable = [e for e in found if (e.manifest.backend != RTX if is_plan else not reasons_not_to_run(e))]
+        usable = [
+            e for e in found if (e.manifest.backend != TENSORRT_RTX if is_plan else not reasons_not_to_run(e))
+        ]
         if is_plan and not usable:
             got = ", ".join(f"{name} ({e.manifest.backend})" for name, e in by_name.items()) or "none"
             hint = f"{build_command(self.bundle.path, '--backend', 'tensorrt')}, or --variant python"
@@ -238,7 +246,7 @@ class Packaging:
         capabilities: dict[str, str] = {}
         for engine in self.engines:
             manifest, name = engine.manifest, engine.path.stem
-            if manifest.backend == RTX:
+            if manifest.backend == TENSORRT_RTX:
                 problem = "Triton's TensorRT backend loads no engine of TensorRT-RTX."
                 raise DeployError(problem, got=name, hint=python)
             wide = [tensor.name for tensor in (*spec.inputs, *spec.outputs) if tensor.kind == "int64"]
@@ -444,18 +452,17 @@ class Packaging:
         config.parameters[_OWNER].string_value = sha256(self.bundle.path / MANIFEST)
         group = config.instance_group.add(count=options.instances)
         group.kind = group.KIND_GPU if self.on_gpu else group.KIND_CPU
+        config.parameters[RUNS_PARAMETER].string_value = ",".join(self.runtimes)
         if options.variant == PLAN:
             config.platform, config.backend = PLAN, "tensorrt"
-            config.parameters[RUNS_PARAMETER].string_value = ",".join(self.runtimes)
             self._add_plans(config, version, group)
         else:
             config.backend = PYTHON
-            config.parameters[RUNS_PARAMETER].string_value = ",".join(self.runtimes)
             self._copy_bundle(version)
         for library in self.libraries:
             copy_file(library, version / PLUGINS / library.name)
         if self.cache is not None:
-            config.parameters["sequences"].string_value = str(options.sequences)
+            config.parameters[SEQUENCES_PARAMETER].string_value = str(options.sequences)
             batching = config.sequence_batching
             batching.max_sequence_idle_microseconds = _IDLE_US
             batching.oldest.max_candidate_sequences = options.sequences
@@ -487,7 +494,7 @@ class Packaging:
         put_file(version / "model.py", _MODEL_PY.encode())
         copy_file(source / MANIFEST, target / MANIFEST)
         # The verdict of a TensorRT-RTX engine is compared with the graph; any other engine needs none.
-        if not self.engines or any(engine.manifest.backend == RTX for engine in self.engines):
+        if not self.engines or any(engine.manifest.backend == TENSORRT_RTX for engine in self.engines):
             for name in self.bundle.manifest.files:
                 if name.startswith(MODEL):
                     copy_file(self.bundle.file(name), target / name)
@@ -545,7 +552,13 @@ class Packaging:
 
     def _readme(self, command: str, has_wheel: bool) -> str:
         versions, of_rtx = (
-            sorted({each.manifest.version for each in self.engines if (each.manifest.backend == RTX) is rtx})
+            sorted(
+                {
+                    each.manifest.version
+                    for each in self.engines
+                    if (each.manifest.backend == TENSORRT_RTX) is rtx
+                }
+            )
             for rtx in (False, True)
         )
         extra = {"ort-cpu": "[ort]", "ort-cuda": "[ort-gpu]", "ort-cuda-contrib": "[ort-gpu]"}
@@ -555,18 +568,20 @@ class Packaging:
         # No release of the server has TensorRT-RTX inside; an engine is for one version of it.
         install += "".join(f' "tensorrt-rtx-cu13=={version}"' for version in of_rtx)
         needs = [f"TensorRT {version}" for version in versions] + ["CUDA 13"] * bool(of_rtx)
+        folder, repository = os.path.split(os.path.abspath(self.repository))
         text = _README.format(
             package=self,
+            repository=repository,
             model=f"{self.spec.name} {self.bundle.manifest.precision.name}",
             runtimes=", ".join(self.runtimes),
-            bundle=shlex.quote(os.path.relpath(self.bundle.path, self.repository.absolute().parent)),
+            bundle=shlex.quote(os.path.relpath(self.bundle.path, folder)),
             release=_RELEASE,
             needs=f"change it to one with {' and '.join(needs)} inside" if needs else "any other will do",
             gpus=" --gpus all" if self.on_gpu else "",
             run=command if self.options.variant == PLAN else f"bash -c '{install} && {command}'",
         )
         if has_wheel and not self.on_gpu:
-            text += _WITHOUT_CONTAINER.format(repository=self.repository.name, wheel=wheel)
+            text += _WITHOUT_CONTAINER.format(repository=repository, wheel=wheel)
         for each in self.engines:
             text += f"- `{each.path.stem}` was built {where_built(each.manifest)}.\n"
         return (text + ("" if self.cache is None else _SEQUENCES)).rstrip() + "\n"
@@ -600,4 +615,4 @@ class _Listed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _type_name(dtype: np.dtype) -> str:
-    return f"TYPE_{_TYPES.get(dtype.name, dtype.name.upper())}"
+    return f"TYPE_{NAMES[dtype]}"

@@ -287,7 +287,7 @@ def test_an_iterator_that_is_used_up_is_refused(model, tmp_path):
 def test_options_of_eight_bits_need_eight_bits(model, tmp_path):
     with pytest.raises(md.DeployError) as refused:
         md.export(model, tmp_path / "out", precision="fp16", max_loss=0.1)
-    assert "max_loss" in refused.value.what
+    assert "max_loss" in refused.value.got
 
 
 def test_the_manifest_on_disk_has_the_loss(bundles):

@@ -91,7 +91,7 @@ def test_everything_that_is_missing_is_reported_at_once(bare):
         (bare / "system" / name).unlink()
     with pytest.raises(PluginError, match="missing") as caught:
         find_parts({})
-    assert "TensorRT (NvInfer.h, NvInferVersion.h), looked in" in caught.value.got
+    assert "TensorRT (NvInferRuntime.h, NvInferVersion.h), looked in" in caught.value.got
     assert str(bare / "system") in caught.value.got
     assert "cuDNN (" not in caught.value.got
     assert "pip install nvidia-cudnn-frontend, or cudnn_frontend_include=PATH" in caught.value.hint

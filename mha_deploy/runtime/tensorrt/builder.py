@@ -37,7 +37,7 @@ from mha_deploy.runtime.tensorrt.versions import (
 
 _RECORDED = (
     *("allow_decomposed", "optimization_level", "workspace_mib", "version_compatible"),
-    *("hardware_compatible", "weight_streaming", "refit"),
+    *("hardware_compatible", "weight_streaming", "refit", "gqa"),
 )
 HARDWARE_LEVELS = {"ampere-plus": "AMPERE_PLUS", "same-compute-capability": "SAME_COMPUTE_CAPABILITY"}
 
@@ -201,19 +201,20 @@ def parse_into(rt: TensorRT, parser: Any, path: Path, names: NodeNames) -> None:
     """Parse the model into the network of the parser, or report which node is refused and why."""
     if parser.parse_from_file(os.fspath(path)):
         return
-    found = []
+    found, said = [], ""
     for parser_error in map(parser.get_error, range(parser.num_errors)):
         place = parser_error.node()  # in the file, which is all that 8.6 reports
         node, operator = names.nodes[place] if 0 <= place < len(names.nodes) else ("", "")
         if rt.can.parser_node_names:
             node, operator = parser_error.node_name() or node, parser_error.node_operator()
         text = f"{operator}: {parser_error.desc()}" if operator else str(parser_error.desc())
+        said += f"{text}\n"
         found.append(_with_nodes([node] if node else [], text))
     got = "; ".join(dict.fromkeys(found)) or "no reason reported"
     hint = "write that part of the model with other operators, or another version of TensorRT"
-    if "NonZero" in got:
+    if "NonZero" in said:  # not in a name of the user's
         hint = "write x[mask] with torch.where, or use the backend tensorrt"
-    if "zero point" in got.lower():
+    if "zero point" in said.lower():
         hint = "quantize symmetrically: of ONNX Runtime's quantize_static, extra_options="
         hint += '{"ActivationSymmetric": True, "WeightSymmetric": True} with QInt8 for both'
     raise GraphRefusedError(f"The ONNX parser of {rt.title} refuses the graph.", got=got, hint=hint)
@@ -407,8 +408,9 @@ _KNOWN = {
 def _build_failure(rt: TensorRT, messages: Sequence[Message], names: NodeNames) -> DeployError:
     """The error of a build that returned nothing, from the messages of the builder."""
     found = errors(messages)
-    text = "; ".join(dict.fromkeys(map(names.located, found))) or "the builder reported no reason"
-    if _NOT_FUSED.search(text):
+    text, said = "; ".join(dict.fromkeys(map(names.located, found))), "; ".join(found)
+    text = text or "the builder reported no reason"
+    if _NOT_FUSED.search(said):
         # Where the builder does not report which, it is one of those that are attention in one operator.
         nodes = list(dict.fromkeys(node for each in found for node in names.mentioned(each)))
         nodes = nodes or [name for name, operator in names.nodes if operator.endswith("Attention")]
@@ -418,15 +420,15 @@ def _build_failure(rt: TensorRT, messages: Sequence[Message], names: NodeNames) 
             got=f"{'one of' if len(nodes) > 1 else 'node'} {', '.join(nodes)}",
             hint="use fp16 or bf16 and a head size of 16 to 256; or --allow-decomposed, and lose speed",
         )
-    if lean := lean_runtime_hint(rt, text):
+    if lean := lean_runtime_hint(rt, said):
         problem = f"A version-compatible engine needs the lean runtime, which is not found ({rt.title})."
         return EngineError(problem, got=text, hint=lean)
-    if _RUNS_A_KERNEL.search(text):
+    if _RUNS_A_KERNEL.search(said):
         problem = "The builder has to run a kernel to prepare weights that stay replaceable"
         hint = "build without refit, or on a machine with a GPU"
         return BackendUnavailable(f"{problem}, and finds no GPU ({rt.title}).", got=text, hint=hint)
     for sign, (what, hint) in _KNOWN.items():
-        if re.search(sign, text):
+        if re.search(sign, said):
             return EngineError(f"{what} ({rt.title}).", got=text, hint=hint)
     return EngineError(
         f"{rt.title} could not build the engine.",

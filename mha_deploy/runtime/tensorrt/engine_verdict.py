@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from mha_deploy.graph.ir import SCORES_SUFFIX, beginnings, constant, dims, is_op
-from mha_deploy.graph.plugin_node import fp8_values, multiplies_fp8
+from mha_deploy.graph.plugin_node import LINEAR, fp8_values, multiplies_fp8
 from mha_deploy.graph.quantize import quantized_gemms
 from mha_deploy.graph.roles import MATMULS, MOVES, QUANTIZERS, RANDOM, SOFTMAXES
 from mha_deploy.runtime.tensorrt.kernels import FLOATING, UNKNOWN, EngineTensor, Kernel, dtype_of
@@ -95,7 +95,7 @@ class EngineReason(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 # -- The types of the nodes in the graph: what a builder changed is not what the graph requests ----
 
-_MATMULS = frozenset({*MATMULS, "MhaDeployLinear"})
+_MATMULS = frozenset({*MATMULS, LINEAR})
 _SOFTMAXES = frozenset({*SOFTMAXES, "ReduceLogSumExp"})
 _QUANTIZERS = frozenset({*QUANTIZERS, "DynamicQuantizeLinear"})
 _DOMAINS = ("", "ai.onnx")
@@ -856,14 +856,16 @@ class NodeVerdict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """How an engine computes one attention node in one optimization profile."""
 
     node: Annotated[str, means("name of the attention node")]
-    profile: Annotated[int, means("the optimization profile; null if there are none")]
+    profile: Annotated[int, means("the optimization profile, from 0 on")]
     status: Annotated[FusionStatus, means("the verdict")]
     kernels: Annotated[tuple[str, ...], means("the kernels that prove it")] = ()
     reasons: Annotated[
         tuple[EngineReason, ...],
         means("why it is unknown, or how it is known, as in `precision_reasons`; may be empty"),
     ] = ()
-    source: Annotated[str, means("where it was detected: `log`, `plan`, `inspector`, joined by `+`")] = ""
+    source: Annotated[
+        str, means("where it was detected: `log`, `plan`, `inspector`, joined by `+`, or `graph`")
+    ] = ""
 
 
 class Claim(Struct, frozen=True, kw_only=True):
