@@ -989,7 +989,7 @@ def matrix(
         >>> plan = {"models": ["tiny-mha"], "runtimes": [{"name": "rtx", "backend": "tensorrt-rtx"}]}
         >>> found = md.matrix(plan, "out/matrix", jobs=1)                    # doctest: +SKIP
         >>> [cell.summary for cell in found.cells]                           # doctest: +SKIP
-        ['1/1 fused, not run']
+        ['1/1 fused, not verified']
     """
     from mha_deploy.regression.matrix import LocalWorkers, ModelEntry, RayWorkers, read_plan, run_matrix
 

@@ -151,7 +151,7 @@ def append_file(path: Path, data: bytes, check: Callable[[Path], object]) -> Non
             before = b""
             if real.exists():
                 check(real)
-                before = read_regular(real)
+                before = read_regular(real, 1 << 40)  # it grows for as long as there is something to add
                 before += b"\n" if before and not before.endswith(b"\n") else b""
             collect_stale(real)
             with temporary_file(real, before + data) as temporary:

@@ -103,6 +103,8 @@ def settable(verb: str) -> dict[str, Field[Any]]:
         for each in fields(record):
             if not each.metadata or each.name in _REFUSED or alternatives(each.type)[0] not in _WORDS:
                 continue
+            if verb == "validate" and each.name == "max_loss":  # it takes the place of the bundle's own limit
+                continue
             # `deploy` takes some options of an engine, and fails for attention that is not fused.
             is_taken = each.name in OF_DEPLOY and each.name != "allow_decomposed"
             if record is not EngineOptions or verb != "deploy" or is_taken:

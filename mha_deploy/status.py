@@ -200,7 +200,7 @@ class Gap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
         Kind,
         means(
             "`not run` (an engine), `steps not covered`, `profile not covered`, `sizes not "
-            "covered`, `attention not observed` or `probes not run`"
+            "covered`, `attention not observed`, `outputs not judged` or `probes not run`"
         ),
     ]
     name: Annotated[str, means("the engine or the runtime; omitted if one range holds for all")] = ""

@@ -133,6 +133,11 @@ def test_what_could_loosen_a_verdict_run_code_or_is_not_valid_is_refused(text, p
     assert "mha-deploy.toml" in done.err
 
 
+def test_a_file_does_not_replace_the_loss_that_an_export_allowed():
+    assert "max_loss" in settable("export")
+    assert "max_loss" not in settable("validate")
+
+
 @pytest.mark.parametrize(
     ("text", "got", "hint"),
     [

@@ -144,7 +144,7 @@ def _values(verb: str, parameter: Any, begun: str) -> Iterator[tuple[str, str]]:
         from mha_deploy.analysis.roofline import gpu_names
 
         yield from ((each, "") for each in gpu_names())
-    elif name in ("engine", "runtimes"):
+    elif name in ("runtime", "runtimes"):
         yield from ((each, "") for each in ("ort-cpu", "ort-cuda", "onnx-reference", "eager"))
 
 

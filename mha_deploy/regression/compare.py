@@ -271,7 +271,6 @@ _RANKS: Mapping[str, Mapping[str, int]] = {
     "verdict": {"passed": 3, "not verified": 2, "failed": 1, "refused": 1, "crashed": 0, "unavailable": 0},
     "fusion": {"fused": 2, "unknown": 1, "decomposed": 0},
     "precision": {"verified": 3, "selected at load": 2, "unknown": 1, "mixed": 0},
-    "invariance": {"passed": 1, "failed": 0},
     "conformance": {"conforms": 2, "refused": 1, "absent": 1, "wrong": 0},
     "range": {"ok": 2, "near": 1, "overflows": 0},
     "coverage": {"ran": 1, "not run": 0},
@@ -344,9 +343,11 @@ def measurements(result: ModelResult, names: Mapping[str, str] | None = None) ->
 
 def _measure(result: ModelResult, names: Mapping[str, str]) -> Measured:
     engines = result.engines or ()
-    rebuilds = {f"{each.backend} {each.version}": each.rebuilds for each in engines}
     yield from _measure_verdict(result)
-    yield from _measure_errors(result, rebuilds)
+    # Errors name a TensorRT, not an engine.
+    of_runtime = group_by(engines, lambda each: f"{each.backend} {each.version}")
+    alone = {f"{each.backend} {each.version}": each.rebuilds for each, *others in of_runtime if not others}
+    yield from _measure_errors(result, alone)
     yield from _measure_decoding(result)
     if result.loss is not None:
         loss = result.loss.worst
@@ -355,7 +356,7 @@ def _measure(result: ModelResult, names: Mapping[str, str]) -> Measured:
     yield from _measure_checks(result)
     for engine in engines:
         yield from _measure_engine(engine, names.get(engine.name, engine.name))
-    yield from _measure_latency(result, names, rebuilds)
+    yield from _measure_latency(result, names, {each.name: each.rebuilds for each in engines})
     yield from _measure_load(result, names)
     yield from _measure_contents(result)
     for subject, value in _environment(result, names):
@@ -416,7 +417,7 @@ def _measure_latency(result: ModelResult, names: Mapping[str, str], rebuilds: Ma
         place = sizes_text(point.sizes) + ("" if point.past is None else f", past {point.past}")
         for row in point.rows:
             name = names.get(row.name, row.name)
-            noise = _rebuild_span(rebuilds.get(row.runtime), "times_us", point.case)
+            noise = _rebuild_span(rebuilds.get(row.name), "times_us", point.case)
             yield "latency", f"{name} at {place}", _time(name, row, noise)
             yield from (("latency", f"{name} at {place}, {tail}", each) for tail, each in _tails(name, row))
             if row.timing is not None and row.timing.memory_bytes:

@@ -62,7 +62,7 @@ from mha_deploy.regression.record import append_lines, build_line
 from mha_deploy.report import SavableResult
 from mha_deploy.report.charts import heat_key, ratio_heat, share_heat
 from mha_deploy.report.page import sections_page
-from mha_deploy.report.table import Cell, RawRow, Table, markdown, number, table
+from mha_deploy.report.table import MARKS, Cell, RawRow, Table, markdown, number, table
 from mha_deploy.runtime.child import RuntimeCrash, isolation
 from mha_deploy.runtime.runner import error_line
 from mha_deploy.runtime.tensorrt.versions import load
@@ -170,7 +170,7 @@ class CellStatus(Word):
     """What became of a cell: the outcome of its validation, or why there is none."""
 
     PASSED = "passed"
-    NOT_VERIFIED = "not verified"  # built, and not run
+    NOT_VERIFIED = "not verified"  # built and not run, or run without a verdict
     FAILED = "failed"  # the export, or what the engine computes
     REFUSED = "refused"  # by the runtime
     CRASHED = "crashed"
@@ -184,7 +184,6 @@ class CellStatus(Word):
 
 # What crashed or was not available is tried again.
 _FINAL = frozenset(CellStatus) - {CellStatus.CRASHED, CellStatus.UNAVAILABLE}
-_MARKS = {Outcome.PASSED: "good", Outcome.NOT_VERIFIED: "doubt", Outcome.FAILED: "bad"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -556,8 +555,7 @@ class Matrix(SavableResult):
     def headline(self) -> str:
         """The result in one line."""
         counts = {name: sum(cell.status is name for cell in self.cells) for name in CellStatus}
-        words = {CellStatus.NOT_VERIFIED: "not verified (built but not run)"}
-        found = [f"{count} {words.get(name, name)}" for name, count in counts.items() if count]
+        found = [f"{count} {name}" for name, count in counts.items() if count]
         done = sum(cell.is_new for cell in self.cells)
         return f"{plural(len(self.cells), 'cell')}: {', '.join(found)}; {done} done in this run"
 
@@ -575,7 +573,7 @@ class Matrix(SavableResult):
         verdicts = []
         for cell in self.cells:
             is_unavailable = cell.status is CellStatus.UNAVAILABLE
-            status = "none" if is_unavailable else _MARKS[cell.outcome]
+            status = "none" if is_unavailable else MARKS[cell.outcome]
             share, p50 = _share(cell), _p50(cell)
             known = [f"{share:.0%} of the budget"] if share is not None else []
             known += [f"{short(p50)} µs"] if p50 is not None else []
@@ -659,7 +657,7 @@ class Matrix(SavableResult):
 
     def record(self, path: Path) -> None:
         """Add every engine that was built in this run, and not run, to a benchmark record."""
-        built = [cell for cell in self.cells if cell.outcome is Outcome.NOT_VERIFIED and cell.is_new]
+        built = [cell for cell in self.cells if cell.is_new and cell.engine and not cell.engine["ran"]]
         append_lines(path, [build_line(vars(cell)) for cell in built])
 
 

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import platform
 import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from mha_deploy.bundle.folder import Bundle
+from mha_deploy.engine.engine import Engine
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.files import as_plain, check_plain, read_regular, refuse_duplicates
 from mha_deploy.output import append_file, check_file
@@ -148,9 +148,19 @@ def bench_lines(benches: Sequence[ModelBench], command: Sequence[str] | None = N
 
 def _line(bench: ModelBench, runtime: str, data: Mapping[str, Any]) -> Line:
     model = model_record(bench.bundle)
-    manifest = next((each.manifest for each in bench.engines if each.path.stem == runtime), None)
-    about = manifest and {
-        "name": runtime,
+    ran = {each.runtime.name: each.runtime.engine for each in bench.evaluations}
+    # One that was not run has its own name.
+    engine = ran.get(runtime) or next((each for each in bench.engines if each.path.stem == runtime), None)
+    about = None if engine is None else _about_engine(engine)
+    of_model = {"model": model.name, "precision": model.precision, "bundle_sha256": model.bundle_sha256}
+    place = {"bundle": str(bench.bundle.path), "runtime": runtime, "engine": about}
+    return msgspec.convert(as_plain({**data, **of_model, **place}), Line)
+
+
+def _about_engine(engine: Engine) -> dict[str, Any]:
+    manifest = engine.manifest
+    return {
+        "name": engine.path.stem,
         "backend": manifest.backend,
         "version": manifest.version,
         "sha256": manifest.engine_sha256,
@@ -158,9 +168,6 @@ def _line(bench: ModelBench, runtime: str, data: Mapping[str, Any]) -> Line:
         "attention": f"{manifest.attention['chosen']}, {manifest.attention['accumulate']}",
         "fused": list(manifest.fused_count),
     }
-    of_model = {"model": model.name, "precision": model.precision, "bundle_sha256": model.bundle_sha256}
-    place = {"bundle": str(bench.bundle.path), "runtime": runtime, "engine": about}
-    return msgspec.convert(as_plain({**data, **of_model, **place}), Line)
 
 
 def _shared(command: Sequence[str] | None = None) -> dict[str, Any]:
@@ -171,7 +178,7 @@ def _shared(command: Sequence[str] | None = None) -> dict[str, Any]:
         "run": uuid.uuid4().hex,
         "created": known["created"],
         "commit": _commit(),
-        "command": ["mha-deploy", *sys.argv[1:]] if command is None else list(command),
+        "command": list(known["tool"].command if command is None else command),
         "versions": here.versions,
         "platform": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}",
         "gpu": here.gpu.name if here.gpu else "",
@@ -322,7 +329,7 @@ def replay_line(
 ) -> Replay:
     """Measure a line again with `bench`, which takes options, and judge whether it agrees with all alike."""
     if model_record(bundle).bundle_sha256 != line.bundle_sha256:
-        got, hint = f"{bundle.path}, not {line.bundle_sha256[:12]}", f"export again: {' '.join(line.command)}"
+        got, hint = f"{bundle.path}, not {line.bundle_sha256[:12]}", "the bundle that it was measured with"
         raise DeployError("The line was measured with another bundle.", got=got, hint=hint)
     sizes = ",".join(f"{axis}={size}" for axis, size in line.sizes.items())
     at = line.case if line.case in ("opt", "prefill", "decode") else sizes

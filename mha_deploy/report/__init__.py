@@ -70,7 +70,6 @@ def check_results(folder: Path, name: str, *, overwrite: bool = False) -> None:
     """Refuse, before long work, a folder that its result cannot be written to."""
     existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
-        hint = "-o elsewhere, or --no-report"
-        raise DeployError("The report cannot be written there.", got=folder, hint=hint)
+        raise DeployError("The report cannot be written there.", got=folder, hint="-o elsewhere")
     for ending, is_ours in ((".json", is_result), (".html", is_page)):
         check_file(folder / f"{name}{ending}", is_ours, overwrite=overwrite, within=folder)

@@ -417,7 +417,7 @@ def decode_problems(report: Data, most: int | None = None) -> list[str]:
         if worst is not None and worst["worst_got"] is not None and worst["worst_want"] is not None:
             words += f": got {worst['worst_got']:.6g}, oracle {worst['worst_want']:.6g}"
         lines.append(words)
-    more = report["failed"] - len(lines)
+    more = report["failed"] - sum(failure["outcome"] == "failed" for failure in report["failures"][:most])
     return [*lines, f"and {more:,} more of {plural(report['judged'], 'check')}"] if more > 0 else lines
 
 

@@ -229,9 +229,10 @@ class _Kept:
     @staticmethod
     def _lines(path: Path) -> list[bytes]:
         try:
-            return read_regular(path).splitlines() if path.exists() and is_result(path) else []
-        except OSError:
-            return []
+            return read_regular(path, 1 << 40).splitlines() if path.exists() and is_result(path) else []
+        except OSError as error:  # what cannot be read now is not to be begun anew
+            what, hint = "The results of the earlier run cannot be read.", "another --resume"
+            raise DeployError(what, got=f"{path}: {error}", hint=hint, options=("resume",)) from error
 
     def add(self, result: _SampleRecord) -> None:
         """Keep a result; it is written with others, every few seconds."""
@@ -440,9 +441,10 @@ def _judged(
 
 
 def _relative(got: np.ndarray, true: np.ndarray) -> float:
+    """As `Deviation.relative_l2`, for results that may not be finite: of zeros, the error itself."""
     size = float(np.linalg.norm(true.astype(np.float64)))
     error = float(np.linalg.norm(got.astype(np.float64) - true.astype(np.float64)))
-    return error / size if size else error
+    return error / (size or math.sqrt(max(1, true.size)))
 
 
 def _logits_of(bundle: Bundle, options: ValidateOptions) -> list[str]:

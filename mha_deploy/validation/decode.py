@@ -86,7 +86,8 @@ class DecodeRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ]
     failed: Annotated[int, means("how many of them are wrong")]
     failures: Annotated[
-        tuple[OutputVerdict, ...], means("the first of them; fields as in `parity[].verdicts[]`")
+        tuple[OutputVerdict, ...],
+        means("the first of them, then of what is not verified; fields as in `parity[].verdicts[]`"),
     ]
 
 
@@ -121,13 +122,14 @@ class DecodeReport:
 
     @property
     def failures(self) -> list[OutputVerdict]:
-        """What is wrong, in the order of the steps."""
-        return [verdict for verdict in self.verdicts if not verdict.passed]
+        """What is wrong, in the order of the steps; then what is not verified."""
+        doubtful = (verdict for verdict in self.verdicts if not (verdict.passed or verdict.is_wrong))
+        return [*(verdict for verdict in self.verdicts if verdict.is_wrong), *doubtful]
 
     @property
     def share(self) -> float | None:
-        """The largest share of a budget that an error used."""
-        return max((verdict.share for verdict in self.verdicts if verdict.share is not None), default=None)
+        """The largest share of a budget that an error used; None where an output had no number."""
+        return judge.largest_share(self.verdicts)
 
     @property
     def record(self) -> DecodeRecord:
@@ -142,7 +144,7 @@ class DecodeReport:
             outcome=self.outcome,
             steps=self.steps,
             judged=len(self.verdicts),
-            failed=len(self.failures),
+            failed=sum(verdict.is_wrong for verdict in self.verdicts),
             first_failed=self.first_failed,
             share=self.share,
             growth=growth(self.errors),
@@ -446,7 +448,7 @@ class _DecodeRun:
     def report(self) -> DecodeReport:
         """What was found."""
         trace, steps, first = self.trace, self.calls[1 : len(self.found)], next(iter(self.axes))
-        failed = (step for step, found in enumerate(self.found) if not all(v.passed for v in found))
+        failed = (step for step, found in enumerate(self.found) if any(v.is_wrong for v in found))
         deviations = (found[0].deviation for found in self.found[1:])
         own = (metrics.measure(case.eager[first], case.oracle[first]).relative_l2 for case in steps)
         return DecodeReport(

@@ -245,8 +245,8 @@ class Evaluation:
 
     @property
     def share(self) -> float | None:
-        """The largest share of a budget that was used, where there is a number."""
-        return max((verdict.share for verdict in self.verdicts if verdict.share is not None), default=None)
+        """The largest share of a budget that was used; None where an output had no number."""
+        return judge.largest_share(self.verdicts)
 
     @property
     def outcome(self) -> Outcome:

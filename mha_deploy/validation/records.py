@@ -41,7 +41,7 @@ from mha_deploy.validation.subjects import SubjectRecord
 
 REPORT_FILE = "report.json"
 REPORT_FORMAT = 5
-"""The format of report.json; readers refuse any other."""
+"""The format of report.json and bench.json; readers refuse any other."""
 
 NOT_SENT = "not sent"
 """Among the errors of a server under load: requests that were to be sent, and were not."""
@@ -273,7 +273,7 @@ class VerdictRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class ReportRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A validation: all verdicts, and what they rest on."""
 
-    format: Annotated[int, means("5; any other number is refused")]
+    format: Annotated[int, means(f"{REPORT_FORMAT}; any other number is refused")]
     tool: Annotated[ToolRecord, means("what wrote it")]
     created: Annotated[str, means("when, in UTC, as `2026-01-31T12:00:00Z`")]
     verdict: Annotated[VerdictRecord, means("the result")]
@@ -339,7 +339,7 @@ class TimesRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class BenchRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A benchmark of several models."""
 
-    format: Annotated[int, means("5; any other number is refused")]
+    format: Annotated[int, means(f"{REPORT_FORMAT}; any other number is refused")]
     tool: Annotated[ToolRecord, means("what wrote it")]
     created: Annotated[str, means("when, in UTC, as `2026-01-31T12:00:00Z`")]
     environment: Annotated[EnvironmentRecord, means("where it ran")]
@@ -427,7 +427,8 @@ def stored_verdict(bundle: Bundle) -> VerdictRecord | None:
         report = msgspec.convert(read_json(bundle.path / REPORT_FILE), ReportRecord)
     except (OSError, ValueError, msgspec.DecodeError, RecursionError):
         return None
-    return report.verdict if report.model.bundle_sha256 == sha256(bundle.path / MANIFEST) else None
+    is_own = report.model.bundle_sha256 == sha256(bundle.path / MANIFEST)
+    return report.verdict if report.format == REPORT_FORMAT and is_own else None
 
 
 def check_report(data: Any) -> list[str]:

@@ -6,6 +6,7 @@ elements of different cases, and every result is put together again and judged a
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -25,6 +26,7 @@ from mha_deploy.judge import OutputVerdict, ParityReport, failed_to_run, judge_c
 from mha_deploy.options import OnStep, Step, ValidateOptions, silent, uncounted
 from mha_deploy.runtime.kserve import TIMEOUT, UNREACHABLE, ServerError, ServerRunner, joined, served_name
 from mha_deploy.runtime.runner import Arrays
+from mha_deploy.status import Outcome
 from mha_deploy.text import group_by, plural
 from mha_deploy.validation.decode import DecodeReport, evaluate_trace, run_decode_loop, traces_of
 from mha_deploy.validation.evaluate import Evaluation
@@ -339,8 +341,9 @@ class _Recorded:
 def _worst(found: Iterable[T], key: Callable[[T], Hashable]) -> list[T]:
     """Of each kind the one that failed, or came nearest to it."""
 
-    def badness(each: Any) -> tuple[bool, float]:
-        return not each.passed, each.share or 0.0
+    def badness(each: Any) -> tuple[bool, bool, float]:
+        share = math.inf if each.share is None and not each.passed else each.share or 0.0
+        return each.outcome is Outcome.FAILED, not each.passed, share
 
     return [max(alike, key=badness) for alike in group_by(found, key)]
 

@@ -149,7 +149,8 @@ def engines_in(
     engines: Sequence[Engine], absent: Sequence[Unavailable], evaluations: Sequence[Evaluation]
 ) -> tuple[EngineRecord, ...]:
     """The engines, and whether they were run."""
-    ran = {each.runtime.name for each in evaluations if each.runtime.engine is not None}
+    # An engine in a lean runtime is run under another name than its own.
+    ran = {each.runtime.engine.path.stem for each in evaluations if each.runtime.engine is not None}
     return engine_records(engines, ran, {each.name: each.reason for each in absent})
 
 
@@ -523,7 +524,8 @@ def _headline(
     sizes = [gap.text for gap in missing if gap.kind is not Kind.NOT_RUN]
     if len(sizes) > _SHOWN_MISSING:
         # What was requested, and what leaves the verdict open, is named.
-        listed = [gap.text for gap in shrunk_gaps(report.bundle.manifest)]
+        shrunk = list(shrunk_gaps(report.bundle.manifest))
+        listed = [gap.text for gap in missing if gap in shrunk]
         listed += [gap.text for gap in missing if gap.kind is Kind.ATTENTION_NOT_OBSERVED][:_SHOWN_MISSING]
         others = len(sizes) - len(listed)
         items = [plural(others, "more item" if listed else "item")] if others else []

@@ -157,6 +157,8 @@ def folder(tmp_path, monkeypatch):
         ("mha-deploy validate ", {"bundles/a-fp16", "other/"}, {"my_model.py"}),
         ("mha-deploy validate bundles/", {"bundles/a-fp16"}, {"other/"}),
         ("mha-deploy analyze bert-base --gpu ", {"h200"}, {"bert-base"}),
+        ("mha-deploy bisect bundles/a-fp16 --runtime ", {"ort-cpu"}, set()),
+        ("mha-deploy validate bundles/a-fp16 --engine ", set(), {"ort-cpu"}),
         ("mha-deploy completion ", {"bash", "zsh", "fish"}, set()),
         ("mha-deploy export x --weights ", set(), {"bert-base"}),
         ("mha-deploy nonsense ", set(), {"bert-base"}),

@@ -1,9 +1,11 @@
 """Validation through a server of the KServe v2 protocol that is not Triton."""
 
+import itertools
 import json
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -176,6 +178,22 @@ def test_only_what_happens_under_load_is_wrong_is_caught(served, bundles):
     assert one["wrong"] == 0
     assert eight["wrong"] > 0
     assert not report.passed
+
+
+def test_one_wrong_answer_fails_among_many_that_prove_nothing(served, tmp_path):
+    """The output is always zero: right answers verify nothing, and no number says how wrong the other is."""
+    answers = itertools.count()
+
+    def after(outputs):
+        wrong = next(answers) == 20
+        return {name: np.full_like(x, np.nan) if wrong else x for name, x in outputs.items()}
+
+    factory = f"{Path(__file__).parents[1] / 'edge_models.py'}:zero_head"
+    bundle = md.export(factory, tmp_path / "bundle")
+    server = served("zero_head", bundle=bundle, after=after)
+    report = md.validate(bundle, url=server.url, clients=(1,), requests=80, probe=False)
+    assert next(answers) > 21
+    assert report.outcome is Outcome.FAILED, report.headline
 
 
 def test_errors_are_counted_and_fail(served, bundles):

@@ -1,6 +1,7 @@
 """A user's own data: read from anywhere, judged sample by sample, with a metric of their own."""
 
 import json
+import re
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ import mha_deploy as md
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.samples import as_taken, read_samples, samples_from
 from mha_deploy.errors import DeployError
+from mha_deploy.files import LARGEST_TEXT
 from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.model.spec import Axis, ModuleSpec, TensorSpec
 from mha_deploy.report.table import worst_table
@@ -198,6 +200,24 @@ def test_a_run_that_was_interrupted_goes_on_where_it_stopped(bundles, tmp_path):
     third = md.validate(bundle, data=stream(4), **options).record.data
     assert third.resumed == 0, "a run that ended is not gone on with"
     assert third.runtimes == second.runtimes
+
+
+def test_a_long_run_keeps_its_results(bundles, tmp_path):
+    """More than other files of text may have: it grows with every sample."""
+    bundle, items, kept = bundles("tiny-gqa"), layer_samples([3, 4]), tmp_path / "data.jsonl"
+
+    def stream(most):
+        yield from items[:most]
+        if most < len(items):
+            raise RuntimeError("the disk is gone")
+
+    options = {"resume": kept, **QUICK}
+    with pytest.raises(DeployError, match="samples cannot be read"):
+        md.validate(bundle, data=stream(1), **options)
+    (header, result) = kept.read_bytes().splitlines()
+    other = re.sub(rb'"digest":"[^"]*"', b'"digest":"another"', result)
+    kept.write_bytes(b"\n".join([header, result, *[other] * (LARGEST_TEXT // len(other) + 1), b""]))
+    assert md.validate(bundle, data=stream(2), **options).record.data.resumed == 1
 
 
 def test_a_run_with_other_logits_does_not_go_on_from_those_before(bundles, tmp_path):
