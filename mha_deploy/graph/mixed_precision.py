@@ -310,9 +310,13 @@ def largest_intermediate(node: ir.Node, inputs: Mapping[str, np.ndarray]) -> flo
             axes: tuple[int, ...] = tuple(range(2, x.ndim))
         elif node.op_type in (*SOFTMAXES, "LpNormalization"):
             axes = (node.attributes.get_int("axis", -1),)
-        else:  # all of them where the graph does not state them
+        else:  # all of them where the graph states none, or computes them
             stated = node.attributes.get_ints("axes", None) or constant_ints(node, 1)
-            axes = tuple(range(x.ndim)) if stated is None else tuple(stated)
+            is_noop = node.attributes.get_int("noop_with_empty_axes", 0) == 1
+            if is_noop and (stated == () or input_at(node, 1) is None):
+                axes = ()
+            else:
+                axes = tuple(stated or range(x.ndim))
         if node.op_type in SOFTMAXES:
             size = np.exp(x - np.maximum(x.max(axis=axes, keepdims=True), np.finfo(np.float32).min))
         elif node.op_type == "ReduceLogSumExp":
@@ -911,7 +915,7 @@ class _Writer:
         self._graph, self._opsets = work.graph, work.opset_imports
         self._kept = {each.name: WIDE[each.precision] for each in plan.kept}
         self._float32_ends = {each.name for each in (*plan.inputs, *plan.outputs)}
-        self._clamped = {each.name for each in plan.clamped}
+        self._clamped = {each.name: each.written for each in plan.clamped}
         self._fully_masked = plan.fully_masked
         self._opened: dict[tuple[ir.Value, bool], tuple[ir.Value, ir.Value]] = {}
         self._made: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
@@ -1033,9 +1037,13 @@ class _Writer:
         else:
             source = value
             if value.name in self._clamped and wanted != FLOAT:
-                bound, name = np.array(wanted.min, np.float32), f"{value.name}/lowest_{short}"
-                lowest = new_initializer(self._graph, self._free(name), bound, FLOAT)
-                source = self._behind(value, "Max", [value, lowest], FLOAT, f"held_{short}")
+                ends = [("Max", "lowest", wanted.min)]
+                if self._clamped[str(value.name)] > 0:  # another one may be low
+                    ends.append(("Min", "highest", wanted.max))
+                for op_type, end, number in ends:
+                    name = self._free(f"{value.name}/{end}_{short}")
+                    bound = new_initializer(self._graph, name, np.array(number, np.float32), FLOAT)
+                    source = self._behind(source, op_type, [source, bound], FLOAT, f"held_{short}")
             made = self._behind(source, "Cast", [source], wanted, short)
         self._made[key] = made
         return made

@@ -454,7 +454,8 @@ class _LossSearch:
         lossy = {name: self._reason(name) for name in names}
         plan = self._planner.plan(self._wide, lossy)
         found = self._measured.of(plan)
-        if found.badness < self._found.badness or found.excess <= 1.0:
+        better = self._found.excess > 1.0 and found.badness < self._found.badness
+        if found.excess <= 1.0 or better:
             self._plan, self._found = plan, found
         return found.excess <= 1.0
 

@@ -9,8 +9,9 @@ from onnx import TensorProto
 
 from mha_deploy.graph import mixed_precision
 from mha_deploy.graph.mixed_precision import apply_plan, enclosed_nodes, plan_precision, prepare
+from mha_deploy.graph.precision_loss import plan_by_loss
 from mha_deploy.graph.upcast import with_rounded_results
-from mha_deploy.runtime import measure_ranges, plan_mixed_precision
+from mha_deploy.runtime import measure_ranges, plan_mixed_precision, run_cases
 
 X = {"x": (TensorProto.FLOAT, ["B", E])}
 
@@ -141,6 +142,28 @@ def test_the_limit_is_a_choice():
     tight = plan_mixed_precision(model, {"one": numbers()}, limit=1e-5)
     assert tight.worst_loss < 1e-4
     assert {"first", "last"} <= {each.name for each in tight.kept}
+
+
+def test_a_plan_over_the_limit_never_replaces_one_below_it():
+    """With one node in float32, fewer errors in one output are more in the others, below the limit."""
+    g = Graph()
+    names = [g.op("Neg", "x", name=name) for name in ("first", "second", "third")]
+    model, limit = g.model(X, {name: ["B", E] for name in names}), 0.1
+    signs = np.where(np.arange(E) % 2, 1, -1).astype(np.float32)  # errors that are no gain
+
+    def run_with_errors(graph, cases):
+        made = {value.name for node in graph.graph for value in node.outputs}
+        shares = (1.1, 0.0, 0.0) if "first/float32" in made else (0.9, 0.9, 0.9)
+        is_mixed = any(name.endswith("/float32") for name in made)
+        errors = dict(zip(names, shares, strict=True)) if is_mixed else {}
+        for results in run_cases("ort-cpu", graph, cases):
+            yield {
+                name: array * (1 + errors.get(name, 0.0) * limit * signs) for name, array in results.items()
+            }
+
+    plan = plan_by_loss(run_with_errors, model, {"one": numbers()}, limit=limit)
+    assert [each.name for each in plan.kept] == ["first"]
+    assert plan.worst_loss <= limit
 
 
 def test_a_healthy_model_keeps_its_plan():

@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
-from mixed_models import LOWEST, E, Graph, distance, encoder, feeds, kept_in_float32, run
+from mixed_models import LOWEST, E, Graph, distance, encoder, feeds, kept_in_float32, run, run_as_written
 from onnx import TensorProto, helper
 
 from mha_deploy.errors import DeployError
@@ -111,6 +111,23 @@ def test_a_mask_input_with_sentinels_stays_float32_and_is_clamped_inside():
     assert distance(result[0, 1:], exact[0, 1:]) < 3e-3
 
 
+def test_a_mask_input_of_high_sentinels_is_clamped_from_above():
+    """The graph negates what it is given: 1e38 hides a key."""
+    g = Graph()
+    g.op("Neg", "hidden", name="mask")
+    g.op("Attention", "x", "x", "x", "mask", name="y", q_num_heads=4, kv_num_heads=4)
+    dims = {"x": (F32, ["B", "S", E]), "hidden": (F32, ["B", 1, "S", "S"])}
+    model = g.model(dims, {"y": ["B", "S", E]})
+    x = np.random.default_rng(0).standard_normal((2, 6, E)).astype(np.float32)
+    hidden = np.zeros((2, 1, 6, 6), np.float32)
+    hidden[1, ..., 3:] = 1e38
+    hidden[0, 0, 0, :] = 1e38  # a query that sees no key: infinity would give NaN
+    plan, mixed = mixed_of(model, {"x": x, "hidden": hidden})
+    assert {each.name: each.written for each in plan.clamped} == {"hidden": 65504.0}
+    result = run_as_written(mixed, {"x": x.astype(np.float16), "hidden": hidden})
+    assert distance(result, run(model, {"x": x, "hidden": hidden})) < 3e-3
+
+
 # -- constants ---------------------------------------------------------------------------------------
 
 
@@ -192,6 +209,18 @@ def test_accumulation_counts_even_where_the_result_is_small(op_type):
     assert kept(plan) == {"total": "overflow"}
     assert plan.kept[0].figure == 1000 * E
     assert next(n for n in mixed.graph if n.name == "total").outputs[0].dtype == FLOAT
+
+
+@pytest.mark.parametrize(("noop", "found"), [(0, {"total": "overflow"}), (1, {})])
+@pytest.mark.parametrize("stated", [True, False])
+def test_a_reduction_without_axes_accumulates_all_numbers_or_none(noop, found, stated):
+    g = Graph()
+    axes = [g.ints("axes")] if stated else []
+    g.op("ReduceMean", "x", *axes, name="total", keepdims=1, noop_with_empty_axes=noop)
+    g.op("Add", "x", "total", name="y")
+    x = np.tile(np.array([1000.0, -1000.0], np.float32), (3, E // 2))
+    plan, _ = mixed_of(g.model(X, {"y": ["B", E]}), {"x": x})
+    assert kept(plan) == found
 
 
 def test_positions_that_become_angles_stay_exact():
