@@ -17,7 +17,7 @@ from mha_deploy.analysis.roofline import (
 )
 from mha_deploy.bundle.sizes import USUAL, points_from_text
 from mha_deploy.errors import DeployError, SpecError
-from mha_deploy.graph.roles import FUSED_MATMULS, MATMULS
+from mha_deploy.graph.roles import FUSED_GEMMS, MATMULS
 from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import find_precision
 from mha_deploy.model.spec import ModelSpec, Sizes, StageCost, cost_of, size_of
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 # What is multiplied; all other nodes are taken to be fused into these, so the bound stays one.
-_GEMMS = (*MATMULS, "MatMulInteger", "ConvInteger", *FUSED_MATMULS)
+_GEMMS = (*MATMULS, "MatMulInteger", "ConvInteger", *FUSED_GEMMS)
 _Shapes = Mapping[str, tuple[int, ...]]
 
 

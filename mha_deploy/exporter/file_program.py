@@ -21,7 +21,16 @@ from mha_deploy.graph.attention_node import MASK, QK_OUTPUT
 from mha_deploy.graph.file import with_outputs
 from mha_deploy.graph.ir import is_op
 from mha_deploy.graph.quantize import ScaledConstant, scaled_constant
-from mha_deploy.graph.roles import FUSED_MATMULS, LAYOUT, MATMULS, MOVES, NORMS, QUANTIZERS, SOFTMAXES
+from mha_deploy.graph.roles import (
+    FUSED_GEMMS,
+    FUSED_MATMULS,
+    LAYOUT,
+    MATMULS,
+    MOVES,
+    NORMS,
+    QUANTIZERS,
+    SOFTMAXES,
+)
 from mha_deploy.graph.upcast import FLOATS, in_float64
 from mha_deploy.model.masking import ABSORBS_FLOAT32, absorbs_all_scores
 from mha_deploy.model.precision import PRECISIONS, Precision
@@ -33,18 +42,16 @@ from mha_deploy.threads import on_one_thread, side_by_side
 # Where kernels round: what a GEMM reads and writes, what norms, softmax and activations write. Elementwise
 # operators are fused into these, but for sums of two tensors: a residual stream is written after each.
 _MATMULS = frozenset(MATMULS) | {"Attention", "MultiHeadAttention", "GroupQueryAttention", "RotaryEmbedding"}
-_MATMULS |= {*FUSED_MATMULS}
+_MATMULS |= {*FUSED_GEMMS}
 _ROUNDED = frozenset({*SOFTMAXES, *NORMS, "BatchNormalization", "MeanVarianceNormalization"})
-_ROUNDED |= {"SimplifiedLayerNormalization", "SkipLayerNormalization", "Gelu", "Tanh", "Sigmoid", "Swish"}
-_ROUNDED |= {"Mish", "Elu", "HardSwish"}
+_ROUNDED |= {"SkipLayerNormalization", "Gelu", "Tanh", "Sigmoid", "Swish", "Mish", "Elu", "HardSwish"}
 _ROUNDED |= {"Softplus", "LeakyRelu", "FastGelu", "BiasGelu", "Gather", "DequantizeLinear"}
 _SUMS = frozenset({"Add", "Sub", "Sum"})
 _SAME_NUMBERS = frozenset({*MOVES, "Flatten", "Expand", "Slice", "Cast"})
 _SCALED = frozenset({"Mul", "Div"})
 _REDUCED = frozenset({"ReduceL1", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceProd"})
 _REDUCED |= {"ReduceMax", "ReduceMin", "ReduceLogSum", "ReduceLogSumExp", "GlobalAveragePool"}
-_WITH_FACTORS = frozenset({*NORMS, "BatchNormalization"})
-_WITH_FACTORS |= {"SimplifiedLayerNormalization", "SkipLayerNormalization"}
+_WITH_FACTORS = frozenset({*NORMS, "BatchNormalization", "SkipLayerNormalization"})
 _ROUNDING = _MATMULS | _ROUNDED
 _ORDERED = {"TopK": -1, "ArgMax": 0, "ArgMin": 0}  # with the axis by default
 _QUANTIZED = frozenset(QUANTIZERS)  # their scales are in the precision, too
@@ -371,7 +378,7 @@ def _along(scale: np.ndarray, operand: np.ndarray, axis: int) -> np.ndarray:
 
 def _flops(operator: str, inputs: Inputs, result: np.ndarray) -> int:
     """The work of a GEMM, a convolution or an attention, from the sizes of its operands."""
-    if operator in ("MatMul", "Gemm", "FusedMatMul"):
+    if operator in ("MatMul", "Gemm", *FUSED_MATMULS):
         return 2 * result.size * inputs[0].shape[-1]
     if operator in ("Conv", "FusedConv"):
         return 2 * result.size * math.prod(inputs[1].shape[1:])

@@ -30,11 +30,18 @@ CARRIES = LAYOUT - {"Cast", "ConstantOfShape", "Shape", "Size"}
 MATMULS = ("MatMul", "Gemm", "Einsum", "Conv", "ConvTranspose")
 """GEMMs of floating-point numbers, besides Attention."""
 
-FUSED_MATMULS = ("FusedMatMul", "FusedConv")
-"""The same of ONNX Runtime's own operator set, which is `ORT_DOMAIN`."""
+FUSED_MATMULS = ("FusedMatMul", "TransposeMatMul")
+"""Matmuls of ONNX Runtime's own operator set, which is `ORT_DOMAIN`; the second is the older name."""
+
+FUSED_GEMMS = (*FUSED_MATMULS, "FusedConv")
+"""The same and convolutions."""
 
 SOFTMAXES = ("Softmax", "LogSoftmax")
-NORMS = ("LayerNormalization", "RMSNormalization", "InstanceNormalization", "GroupNormalization")
+NORMS = (
+    *("LayerNormalization", "RMSNormalization", "InstanceNormalization", "GroupNormalization"),
+    "SimplifiedLayerNormalization",
+)
+"""The last one is ONNX Runtime's own, but in ONNX's domain."""
 
 # -- What makes truth values of numbers --------------------------------------------------------------
 

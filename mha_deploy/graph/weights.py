@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from mha_deploy.graph.ir import HALVES, constant, graphs_of, nodes_in, weight_behind
-from mha_deploy.graph.roles import FUSED_MATMULS, MATMULS, NORMS
+from mha_deploy.graph.roles import FUSED_GEMMS, MATMULS, NORMS
 
 _FEWEST = 8  # numbers by which a row is known
 _FLOATS = (*HALVES, ir.DataType.FLOAT, ir.DataType.DOUBLE)
@@ -73,7 +73,7 @@ def _lacking(
 def _weights(model: ir.Model) -> Iterator[tuple[str, ir.TensorProtocol]]:
     """The matrices of GEMMs, and the vectors of biases and norms."""
     for node in nodes_in(model.graph):
-        gemm = 2 if node.op_type in (*MATMULS, *FUSED_MATMULS) else 0  # operands, and then the bias
+        gemm = 2 if node.op_type in (*MATMULS, *FUSED_GEMMS) else 0  # operands, and then the bias
         if gemm or node.op_type in (*NORMS, "Add"):
             for index, value in enumerate(map(weight_behind, node.inputs)):
                 tensor = constant(value)

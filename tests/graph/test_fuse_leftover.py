@@ -242,11 +242,14 @@ def test_experts_chosen_for_each_token_are_no_attention(chosen):
     assert report.unfused == ()
 
 
-def test_a_router_behind_linear_attention_is_none():
+@pytest.mark.parametrize(
+    ("norm", "factors"), [("LayerNormalization", [np.ones(D)]), ("InstanceNormalization", [np.ones(H)] * 2)]
+)
+def test_a_router_behind_linear_attention_is_none(norm, factors):
     """It has as many experts as there are heads; between the two are a norm and a projection."""
     g = Hand()
     y = g.op("MatMul", g.op("MatMul", "q", g.op("Transpose", "k", perm=[0, 1, 3, 2])), "v")
-    normed = g.op("LayerNormalization", y, g.const(np.ones(D)))
+    normed = g.op(norm, y, *map(g.const, factors))
     shares = g.op("Softmax", g.op("MatMul", normed, g.const(np.ones((D, H)))))
     _, report = fused(g.model(g.op("MatMul", shares, g.const(np.ones((H, D))))))
     assert ["linear attention" in left.reason for left in report.unfused] == [True]

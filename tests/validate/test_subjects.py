@@ -159,6 +159,20 @@ def test_a_bias_that_is_gone_is_missed_among_many():
     assert (found.searched, found.missing, found.changed) == (150, ("bias_7",), ())
 
 
+@pytest.mark.parametrize("op_type", ["FusedMatMul", "TransposeMatMul"])
+def test_weights_of_fused_matmuls_are_searched_for(op_type):
+    def graph_of(seed):
+        node = helper.make_node(op_type, ["x", "weight"], ["y"], domain="com.microsoft", transB=1)
+        ends = ([helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, 96])] for name in "xy")
+        held = np.random.default_rng(seed).standard_normal((96, 96)).astype(np.float32)
+        graph = helper.make_graph([node], "g", *ends, [numpy_helper.from_array(held, "weight")])
+        opsets = [helper.make_opsetid("", 23), helper.make_opsetid("com.microsoft", 1)]
+        return graph_from_proto(helper.make_model(graph, opset_imports=opsets))
+
+    assert search_weights(graph_of(0), graph_of(0)).missing == ()
+    assert search_weights(graph_of(0), graph_of(1)).missing == ("weight",)
+
+
 def in_another_layout(model):
     """The projections of keys and values as one, in float32, with the columns of the input reversed."""
     tensors = {each.name: each for each in model.graph.initializer}

@@ -22,14 +22,13 @@ from mha_deploy.graph.ir import (
     rank,
     replace_node,
 )
-from mha_deploy.graph.roles import ORT_DOMAIN
+from mha_deploy.graph.roles import FUSED_MATMULS, ORT_DOMAIN
 from mha_deploy.model.masking import ABSORBS_FLOAT32
 
 _FLOATS = (*HALVES, ir.DataType.FLOAT)
 _Writer = Callable[[ir.Node, NodeBuilder], Sequence[ir.Value | None] | None]
 """Writes a node: its results by position, None where one has no use; None where it cannot be written."""
 
-_FUSED_MATMULS = ("FusedMatMul", "TransposeMatMul")  # the second is older
 # How a matrix is read, by whether it is transposed, and whether its rows come before the batch.
 _LEFT: dict[tuple[int, ...], str] = {(0, 0): "...sd", (1, 0): "...ds", (0, 1): "s...d", (1, 1): "d...s"}
 _RIGHT: dict[tuple[int, ...], str] = {(0, 0): "...dt", (1, 0): "...td", (0, 1): "d...t", (1, 1): "t...d"}
@@ -41,7 +40,7 @@ def without_fused_matmuls(model: ir.Model) -> list[ir.Node]:
     The number is not known before: ONNX's shape inference ends at the operators of others.
     """
     found = list[ir.Node]()
-    pending = _own(model, _FUSED_MATMULS)
+    pending = _own(model, FUSED_MATMULS)
     prefix = prefix_within("matmul", prefixes_in(model)) if pending else ""
     for node in pending:
         left, right = (

@@ -15,9 +15,9 @@ from mha_deploy.graph.attention_node import is_attention
 from mha_deploy.graph.fuse.pattern import softmax_at
 from mha_deploy.graph.fuse.values import NotExpressible, NotFused, module_of, sizes_of
 from mha_deploy.graph.ir import inner_graphs, is_op, made_by, node_name, nodes_behind, rank, weight_behind
+from mha_deploy.graph.roles import NORMS
 
 _CHOICES = ("Gather", "GatherND", "GatherElements", "Slice")
-_NORMS = frozenset({"LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"})
 # Activations that some models have in the place of the softmax.
 _ACTIVATIONS = frozenset(
     {"Sigmoid", "Relu", "Softplus", "HardSigmoid", "Exp", "Elu", "Gelu", "Tanh", "Pow", "Softmax"}
@@ -228,7 +228,7 @@ class Leftovers:
             given = self._of(expanded.inputs)
         elif not is_op(node, "Gemm", "Einsum") and "MatMul" not in node.op_type:
             if node.domain != "" or node.op_type not in _BETWEEN:
-                return joined.behind_projection(normed=joined.normed or node.op_type in _NORMS)
+                return joined.behind_projection(normed=joined.normed or node.op_type in NORMS)
             if joined.scores and is_op(node, *_LONGER):  # a sink, or padding, beside the keys
                 joined = replace(joined, sizes=joined.sizes | _fixed_sizes(node))
             if joined.matmuls and node.op_type in _ACTIVATIONS:
