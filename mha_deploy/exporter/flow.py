@@ -208,9 +208,8 @@ class ExportSource(ABC):
         kept = f"{len(plan.kept)} of {plan.nodes} nodes stay" if plan.kept else "no node has to stay"
         head = f"mixed precision: {kept} wider than fp16, by the numbers at {', '.join(drawn)} sizes"
         if plan.worst_loss is not None:
-            head += (
-                f"; FP16 costs {plan.worst_loss:.2g} against float32 (relative L2, limit {plan.limit:.2g})"
-            )
+            against = f"against {plan.reference} (relative L2, limit {plan.limit:.2g})"
+            head += f"; FP16 costs {plan.worst_loss:.2g} {against}"
         more = len(lines) - _PLAN_LINES
         self.notes += [head, *lines[:_PLAN_LINES], *([f"and {more} more: see the manifest"] * (more > 0))]
         return refuse_invalid(apply_plan(model, plan), lambda: model, "The graph in mixed precision")

@@ -13,7 +13,7 @@ LINEAR: Final = "MhaDeployLinear"
 NORM_ACTIVATION: Final = "MhaDeployNormActivation"
 DOMAIN: Final = "mha_deploy"
 VERSION: Final = "1"
-"""The version of both nodes: their attributes, inputs and meaning. Another meaning is another version."""
+"""The version of every node: their attributes, inputs and meaning. Another meaning is another version."""
 
 LAYER_NORM, RMS_NORM, GELU, GELU_TANH, SILU, COPY = range(6)
 """Values of the attribute `operation` of a node of norm or activation; a copy is written in FP8."""

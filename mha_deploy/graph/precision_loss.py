@@ -150,7 +150,7 @@ def gain_of(got: np.ndarray, wanted: np.ndarray) -> float:
 
 
 class _Measured:
-    """The results of a float32 graph, with which mixed ones are compared."""
+    """The exact results of a graph, in FP64 where ONNX Runtime has it, with which mixed ones are compared."""
 
     def __init__(self, run: Run, work: ir.Model, cases: Cases, limit: float | None) -> None:
         self._run, self.work, self.graph = run, work, work.graph
