@@ -35,6 +35,9 @@ Y, PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT = range(4)
 INPUT_ROLES = ("Q", "K", "V", "mask", "past", "past_values", "lengths")
 """The names under which the functions on arrays take the inputs, in their order."""
 
+OF_WEIGHTS = 3
+"""The `qk_matmul_output_mode` whose output is the weights: the result of the softmax."""
+
 UNBOUNDED = -1
 """The window size without a limit."""
 
@@ -94,7 +97,6 @@ def read_attention(node: ir.Node, *, opset: int | None = None, graph: str = "") 
 # -- Attention in eight bits: Q/DQ before it, and between its weights and the values -----------------
 
 _EIGHT_BITS = {ir.DataType.INT8: "int8", ir.DataType.FLOAT8E4M3FN: "fp8"}
-_WEIGHTS = 3  # of `qk_matmul_output_mode`: behind the softmax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +157,7 @@ def _stored_type(dequantize: ir.Node) -> str | None:
 def _quantized_weights(node: ir.Node) -> tuple[ir.Node | None, ir.Node | None]:
     """What dequantizes the weights, and the matmul with the values; nothing where the heads are used, too."""
     value, own = output_at(node, QK_OUTPUT), output_at(node, Y)
-    if value is None or _attribute(node, "qk_matmul_output_mode", 0) != _WEIGHTS:
+    if value is None or _attribute(node, "qk_matmul_output_mode", 0) != OF_WEIGHTS:
         return None, None
     if own is not None and (own.uses() or own.is_graph_output()):
         return None, None

@@ -86,8 +86,10 @@ def _check_layer(spec: AttentionSpec, model: ir.Model, precision: Precision) -> 
             got=got,
             hint="export it again with this version",
         )
-    scale = 1 / math.sqrt(spec.D) if spec.scale is None else spec.scale
-    pairs = {"scale": (first.softmax_scale or 0.0, scale), "softcap": (first.softcap, spec.softcap or 0.0)}
+    pairs = {
+        "scale": (first.softmax_scale or 0.0, spec.softmax_scale),
+        "softcap": (first.softcap, spec.softcap or 0.0),
+    }
     for name, (number, specified) in pairs.items():
         if not math.isclose(number, specified, rel_tol=1e-6):
             what = f"The attention node does not have the spec's {name}."

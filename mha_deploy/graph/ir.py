@@ -28,7 +28,8 @@ _MOST_ITERATIONS = 10**6  # of loops, in one call of the reference evaluator
 
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 FP8 = (ir.DataType.FLOAT8E4M3FN, ir.DataType.FLOAT8E5M2)
-_COUNTS = {ir.DataType.INT32, ir.DataType.INT64}
+INTEGERS = {ir.DataType.INT32, ir.DataType.INT64}
+"""What sizes and positions are in."""
 
 
 # -- Read nodes and values -------------------------------------------------------------------------
@@ -220,7 +221,7 @@ def origin(value: ir.Value | None) -> ir.Value | None:
         source = node.inputs[0]
         # A cast to any other type may change the numbers: FP16 has not all integers, booleans have two.
         casts = node.op_type == "Cast"
-        if source is None or (casts and not {source.dtype, node.outputs[0].dtype} <= _COUNTS):
+        if source is None or (casts and not {source.dtype, node.outputs[0].dtype} <= INTEGERS):
             break
         value = source
     return value

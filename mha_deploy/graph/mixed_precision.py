@@ -608,9 +608,6 @@ _BOUNDS = {"Clip": (1, 2), "Min": (0, 1), "Max": (0, 1)}
 _TO_DIVISION = ("Sqrt", "Expand", "Unsqueeze", "Identity")
 
 
-# Operators that ONNX defines for FP16, and for which ONNX Runtime cannot even cast.
-_NO_KERNEL = ("MeanVarianceNormalization",)
-
 MARGIN = 4.0
 """How far below FP16's largest number measured ones must stay: other inputs may have larger ones."""
 
@@ -805,8 +802,6 @@ class Planner:
         slots = [("inputs", at) for at, _ in inputs] + [("outputs", at) for at, _ in outputs]
         if not any(accepted_type(self._opsets, node, *slot, HALF) == HALF for slot in slots):
             yield KeptReason("operator", None, f"{node.op_type} is not known to take FP16")
-        if is_op(node, *_NO_KERNEL):
-            yield KeptReason("operator", None, f"ONNX Runtime has no kernel of {node.op_type} for FP16")
 
     def _is_rounding(self, node: ir.Node, lost: np.ndarray, size: np.ndarray) -> bool:
         """Whether the smallest numbers of a bias are less than the rounding of the sum, as in key biases.

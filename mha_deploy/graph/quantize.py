@@ -251,7 +251,7 @@ def with_weights_apart(model: ir.Model, names: Iterable[str]) -> ir.Model:
         for at, value in enumerate(node.outputs[1:], 1):
             value.name = f"{node.name}/weights" if at == an.QK_OUTPUT else ""
         weights.type = old.type
-        node.attributes["qk_matmul_output_mode"] = ir.AttrInt64("qk_matmul_output_mode", 3)
+        node.attributes["qk_matmul_output_mode"] = ir.AttrInt64("qk_matmul_output_mode", an.OF_WEIGHTS)
         heads = b.op("MatMul", weights, values, name="weighted_values")
         if each.rank == 3:
             heads = b.reshape(b.transpose(heads, 0, 2, 1, 3), 0, 0, Hq * Dv)

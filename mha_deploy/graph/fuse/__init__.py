@@ -63,7 +63,7 @@ from mha_deploy.graph.valid import inline_functions, refuse_invalid, sort
 __all__ = ["FuseReport", "FusedAttention", "NotFused", "Repair", "UnfusedSoftmax"]
 __all__ += ["from_old_opset", "fuse_attention", "in_onnx_operators", "place_of", "share_tied_weights"]
 
-TWICE = "the scores are computed once more: the file uses them elsewhere, too"
+COMPUTED_AGAIN = "the scores are computed once more: the file uses them elsewhere, too"
 UNBOUNDED = "scores beyond {:g} are not bounded as in the file"
 ROTARY = "the rotary embedding, which the file writes out, is one node"
 UNINDEXED = "an indexing that takes all entries in their order is left out"
@@ -287,7 +287,7 @@ class _Fusion:
             softmax.node.name = self._free_prefix(f"{builder.prefix}_of_file")
         wider = any(each.axis != pattern.letters.key for each in pattern.scores.wider)
         more = [EXPANDED] if pattern.batches or wider else []
-        more += [TWICE] if pattern.scores.elsewhere else []
+        more += [COMPUTED_AGAIN] if pattern.scores.elsewhere else []
         more += [UNBOUNDED.format(pattern.scores.bound)] if pattern.scores.bound < math.inf else []
         record = FusedAttention(
             name=builder.prefix,

@@ -472,12 +472,11 @@ def _is_used_once(value: ir.Value) -> bool:
     return len(value.uses()) == 1 and not value.is_graph_output()
 
 
-def _reduced_axis(node: ir.Node, *, keepdims: bool = True) -> int | None:
-    """The one axis that a reduction runs over; counted from the end where the rank is known."""
+def _reduced_axis(node: ir.Node) -> int | None:
+    """The one axis that a reduction runs over, and keeps; counted from the end."""
     axes = constant_ints(node, 1) if len(node.inputs) > 1 else node.attributes.get_ints("axes") or ()
     count = rank(node.inputs[0])
-    kept = node.attributes.get_int("keepdims", 1) == 1
-    if axes is None or len(axes) != 1 or count is None or kept != keepdims:
+    if axes is None or len(axes) != 1 or count is None or node.attributes.get_int("keepdims", 1) != 1:
         return None
     return axes[0] - count if axes[0] >= 0 else axes[0]
 
@@ -1166,6 +1165,7 @@ class Pattern:
         wider = (each for each in softmax_types if each is not None and each.itemsize > dtype.itemsize)
         self.softmax_dtype = next(wider, None)  # the type of the softmax where it is not that of Q
         self.sizes = q.dim(letters.query), k.dim(letters.key)  # how many queries and keys there are
+        self.guarded = guarded  # whether NaN weights become 0
         self.masking = decide_masking(
             self.scores.terms,
             dtype=dtype,

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from mha_deploy.graph.fuse.values import Size, array_of, sizes_of
+from mha_deploy.graph.fuse.values import Size, array_of, same_dims, sizes_of
 from mha_deploy.graph.fuse.verify import Boundary
 from mha_deploy.graph.ir import (
     NodeBuilder,
     constant_ints,
     graph_of_node,
     input_at,
+    input_with,
     is_op,
     made_by,
     nodes_behind,
@@ -79,7 +80,7 @@ class Columns:
         )
         for x in given:
             own = self._found.get(x)
-            if own is None or own.shape != form.shape or not _same(sizes_of(x) or [], shape):
+            if own is None or own.shape != form.shape or not same_dims(sizes_of(x) or [], shape):
                 continue
             for interleaved in (False, True):
                 tables = _tables(form, own, interleaved)
@@ -214,10 +215,6 @@ def _multiplied(one: Sum, other: Sum) -> Sum | None:
         return None
     ((term, count),), ((second, times),) = one, other
     return frozenset({(tuple(sorted((*term, *second))), count * times)})
-
-
-def _same(one: Sequence[Size], other: Sequence[Size]) -> bool:
-    return len(one) == len(other) and all(map(same_size, one, other))
 
 
 def _tables(form: np.ndarray, x: np.ndarray, interleaved: bool) -> tuple[list[Sum], list[Sum]] | None:
@@ -413,7 +410,7 @@ def _expanded(self: Columns, node: ir.Node, value: ir.Value, depth: int) -> np.n
     if len(sizes) < columns.ndim:
         return None
     wide = np.array(np.broadcast_to(columns, sizes))
-    return wide if _same(before[: -columns.ndim], after[: -columns.ndim]) else self.mapped(node, wide)
+    return wide if same_dims(before[: -columns.ndim], after[: -columns.ndim]) else self.mapped(node, wide)
 
 
 def _transposed(self: Columns, node: ir.Node, value: ir.Value, depth: int) -> np.ndarray | None:
@@ -459,7 +456,7 @@ def write_rotary(found: WrittenRotary, builder: NodeBuilder, tables: Tables) -> 
     merged: list[Size] = [*shape[:2], heads * size]
     if apart:
         before = input_at(made_by(x, "Reshape"), 0)
-        is_view = before is not None and _same(sizes_of(before) or [], merged)
+        is_view = before is not None and same_dims(sizes_of(before) or [], merged)
         x = before if is_view and before is not None else builder.reshape(x, 0, 0, heads * size)
     attributes = {
         "interleaved": 1 if found.interleaved else None,
@@ -520,11 +517,6 @@ def _batch_size(found: WrittenRotary, builder: NodeBuilder, tables: Tables) -> i
         return batch
     key = (id(graph), batch or found.x)
     if key not in tables:
-        sources = [
-            (value, (sizes_of(value) or []).index(batch))
-            for value in graph.inputs
-            if batch in (sizes_of(value) or [])
-        ]
-        value, axis = sources[0] if batch is not None and sources else (found.x, 0)
+        value, axis = input_with(graph, batch) or (found.x, 0)
         tables[key] = builder.as_tensor(builder.size(value, axis))
     return tables[key]

@@ -25,6 +25,7 @@ import onnx_ir as ir
 from mha_deploy.bundle.manifest import GENERATED
 from mha_deploy.errors import DeployError
 from mha_deploy.graph.ir import (
+    INTEGERS,
     LIKE_FIRST,
     LIKE_IT,
     OTHER_WIDTH,
@@ -609,7 +610,6 @@ _DECIDED_BY |= dict.fromkeys(("Compress", "Expand", "Reshape", "Split", "Tile", 
 _Key = Hashable  # what a number is computed from
 NO_END = 2**31 - 1  # where a slice ends that has no end
 _SAME_CONTENT = frozenset({*IN_ORDER, "Cast"})
-_COUNTED = (ir.DataType.INT64, ir.DataType.INT32)
 
 
 def name_inputs(model: ir.Model) -> dict[ir.Value, ir.Shape]:
@@ -1161,7 +1161,7 @@ class _Walk:
         known = content[at] if content and at < len(content) else None
         if value is None or known is not None:
             return None if known is None else Counter(_parts_of(known))
-        own = Counter[_Key]({(self._key(value), at): 1}) if value.dtype in _COUNTED else None
+        own = Counter[_Key]({(self._key(value), at): 1}) if value.dtype in INTEGERS else None
         if node is None or depth == _MAX_KEY:
             return own
         if is_op(node, "Concat"):

@@ -9,9 +9,15 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from mha_deploy.graph.attention_node import MASK, NONPAD_KV_SEQLEN, PAST_KEY, AttentionNode, read_attention
+from mha_deploy.graph.attention_node import (
+    MASK,
+    NONPAD_KV_SEQLEN,
+    OF_WEIGHTS,
+    PAST_KEY,
+    AttentionNode,
+    read_attention,
+)
 from mha_deploy.graph.fuse.mask_pattern import (
-    GUARDED,
     HEAD_AXIS,
     Axes,
     Bias,
@@ -47,7 +53,6 @@ from mha_deploy.graph.ir import (
 )
 
 _MOST_IN_MASK = 2**22  # numbers of a mask that becomes a constant
-_WEIGHTS = 3  # qk_matmul_output_mode: the result of the softmax
 
 
 def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> list[ir.Value]:
@@ -114,7 +119,7 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
             "is_causal": int(masking.causal),
             "softcap": pattern.scores.softcap or None,
             "softmax_precision": None if pattern.softmax_dtype is None else int(pattern.softmax_dtype),
-            "qk_matmul_output_mode": None if weights is None else _WEIGHTS,
+            "qk_matmul_output_mode": None if weights is None else OF_WEIGHTS,
         },
     )
     builder.nodes[-1].metadata_props.update(pattern.softmax.metadata_props)
@@ -131,7 +136,7 @@ def write_attention(pattern: Pattern, builder: NodeBuilder, masks: Masks) -> lis
         if letters.head is None:
             value = builder.op("Squeeze", value, builder.ints(HEAD_AXIS))
         value.type = ir.TensorType(dtype)
-        if dtype == ir.DataType.DOUBLE and GUARDED in masking.notes:
+        if dtype == ir.DataType.DOUBLE and pattern.guarded:
             # Kernels give 0 for a fully masked query; float64 has none, and its definition gives NaN.
             value = builder.op("Where", builder.op("IsNaN", value), builder.constant(0.0, dtype), value)
         found.append(rejoined(value, order, wanted, pattern.q.sizes, builder, pattern.sources))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import onnx_ir as ir
 
@@ -31,7 +31,6 @@ from mha_deploy.graph.valid import inline_functions
 class LoweringError(DeployError):
     """A node uses a feature that the dialect cannot express; `lower` adds which dialect it is."""
 
-    dialect = ""
     usual_hint = "another target; `mha-deploy check` lists what each supports"
 
     def __init__(self, feature: str, node: ir.Node | str, *, got: object = None, hint: str = "") -> None:
@@ -40,7 +39,6 @@ class LoweringError(DeployError):
 
     def name_dialect(self, dialect: str) -> None:
         """Name the dialect in the error."""
-        self.dialect = dialect
         self.what = f"The {dialect} dialect does not support {self.feature} (node {self.node!r})."
 
 
@@ -85,8 +83,8 @@ class AttentionCall:
 
     @property
     def scale(self) -> float:
-        """The factor on the scores."""
-        return self.attention.scale if self.attention.scale is not None else float(self.D) ** -0.5
+        """The factor on the scores, which is known where D is."""
+        return cast(float, self.attention.softmax_scale)
 
     @property
     def is_square(self) -> bool:

@@ -27,6 +27,7 @@ from mha_deploy.graph.attention_node import (
 from mha_deploy.graph.ir import (
     FP8,
     HALVES,
+    INTEGERS,
     Dim,
     NodeBuilder,
     Size,
@@ -191,8 +192,6 @@ def _taken_from_first_axis(value: ir.Value) -> HeadsPlace | None:
 
 # -- Padding masks: key lengths that were compared with positions ----------------------------------
 
-# Operators that keep the elements of their first input in their order.
-_INTEGERS = (ir.DataType.INT32, ir.DataType.INT64)
 # What is not ≥ is <, and what is not ≤ is >.
 _OPPOSITE = {"GreaterOrEqual": "Less", "LessOrEqual": "Greater"}
 
@@ -206,7 +205,7 @@ def prefix_lengths(mask: ir.Value, *, batch: Dim) -> ir.Value | None:
         return None
     counted, lengths = node.inputs if kind == "Less" else reversed(node.inputs)
     shape = dims(lengths)
-    if counted is None or lengths is None or lengths.dtype not in _INTEGERS or len(shape) < 2:
+    if counted is None or lengths is None or lengths.dtype not in INTEGERS or len(shape) < 2:
         return None
     of_batch = same_size(shape[0], batch) and all(size == 1 for size in shape[1:])
     is_prefix = of_batch and len(shape) >= len(dims(counted)) and counts_up(counted)
@@ -264,7 +263,7 @@ def _before_layout(mask: ir.Value) -> ir.Value:
 def _one_axis(lengths: ir.Value) -> ir.Value | None:
     """Lengths before axes of size 1 were added, and before a Cast between integer types."""
     value: ir.Value | None = lengths
-    while value is not None and value.dtype in _INTEGERS:
+    while value is not None and value.dtype in INTEGERS:
         if len(dims(value)) == 1:
             return value
         value = input_at(made_by(value, "Cast", *IN_ORDER), 0)

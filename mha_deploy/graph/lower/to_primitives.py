@@ -11,6 +11,7 @@ from typing import ClassVar, NamedTuple
 import onnx_ir as ir
 
 from mha_deploy.graph.attention_node import (
+    OF_WEIGHTS,
     PRESENT_KEY,
     PRESENT_VALUE,
     QK_OUTPUT,
@@ -193,7 +194,7 @@ def lower_to_primitives(call: AttentionCall, b: NodeBuilder, options: Primitives
     outputs = {Y: call.as_input_rank(b, y), PRESENT_KEY: heads.k, PRESENT_VALUE: heads.v}
     if mode is not None:
         stage = form.restore((raw, capped, biased, weights)[mode], T)
-        outputs[QK_OUTPUT] = masks.zero_masked_queries(b, call, rows, stage) if mode == 3 else stage
+        outputs[QK_OUTPUT] = masks.zero_masked_queries(b, call, rows, stage) if mode == OF_WEIGHTS else stage
     return outputs
 
 
