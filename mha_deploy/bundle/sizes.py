@@ -76,10 +76,12 @@ def sizes_name(sizes: Sizes) -> str:
     return "-".join(f"{axis}{size}" for axis, size in sizes.items())
 
 
-def odd_sizes(axes: Mapping[str, Axis]) -> dict[str, int]:
+def odd_sizes(axes: Mapping[str, Axis], batch: str = "B") -> dict[str, int]:
     """Lengths that no kernel tiles evenly, and a batch of three where that is allowed."""
     return {
-        name: first_allowed(axis, (3,) if name == "B" else (*_ODD_LENGTHS, (axis.min + 1) | 1, axis.min | 1))
+        name: first_allowed(
+            axis, (3,) if name == batch else (*_ODD_LENGTHS, (axis.min + 1) | 1, axis.min | 1)
+        )
         for name, axis in axes.items()
     }
 
@@ -150,9 +152,9 @@ def long_past(spec: ModelSpec, axes: Mapping[str, Axis], limit: SizeLimit) -> tu
     cache = spec.kv_cache
     if cache is None or (cache.is_preallocated and not cache.positions):
         return ()
-    axis, S = cache.past or "T", axes[cache.new].min
+    S = axes[cache.new].min
     wanted = {name: each.opt for name, each in axes.items()} | {cache.new: S}
-    wanted |= {axis: axes[axis].max} if axis in axes else {}
+    wanted |= {name: axes[name].max for name in (cache.entry_axes if cache.past is None else (cache.past,))}
     least = {name: min(size, axes[name].opt) for name, size in wanted.items()}
     least |= {name: each.min for name, each in axes.items() if name == spec.batch}
     sizes = shrunk(spec, wanted, least, limit)
@@ -160,17 +162,17 @@ def long_past(spec: ModelSpec, axes: Mapping[str, Axis], limit: SizeLimit) -> tu
     note = f"{text} was shrunk to stay within {limit}" if sizes != wanted else ""
     note = note if limit.allows(spec, sizes) else f"{text} costs more than {limit}"
     # Once the new tokens are in, it is full.
-    longest = cache.room - S if cache.is_preallocated else sizes[axis]
+    longest = cache.room_at(sizes) - S if cache.past is None else sizes[cache.past]
     power = 1 << max(0, (longest - 1).bit_length() - 1)  # the largest with a past behind it
-    least_past = 0 if cache.is_preallocated else axes[axis].min
+    least_past = 0 if cache.past is None else axes[cache.past].min
     around = (power - 1, power, power + 1) if longest > _FEW else ()
     points = []
     for past in dict.fromkeys((longest, *(each for each in around if least_past <= each <= longest))):
         name = LONG_PAST if past == longest else f"past-{past}"
-        if cache.is_preallocated:
+        if cache.past is None:
             point = TimedPoint(name=name, sizes=sizes, past=past, note=note)
         else:
-            point = TimedPoint(name=name, sizes={**sizes, axis: past}, note=note)
+            point = TimedPoint(name=name, sizes={**sizes, cache.past: past}, note=note)
         points.append(replace(point, probed=past == longest))
         note = ""
     return tuple(points)
@@ -340,7 +342,8 @@ def planned_cases(
             cases.append(found)
             largest = spec.sizes("max")
             if name == LONG_PAST and spec.kv_cache is not None:
-                largest = {axis: most for axis, most in largest.items() if axis == spec.kv_cache.past}
+                lengths = (spec.kv_cache.past, *spec.kv_cache.entry_axes)
+                largest = {axis: most for axis, most in largest.items() if axis in lengths}
             less = [f"{axis} = {most}" for axis, most in largest.items() if found.sizes[axis] < most]
             if name in ("large", LONG_PAST) and less:
                 text = ",".join(f"{axis}={size}" for axis, size in found.sizes.items())
@@ -372,7 +375,7 @@ def _plan_one(spec: ModelSpec, name: str, budget: GoldenBudget) -> PlannedCase |
         past = 0 if cache is not None and cache.is_preallocated else None
         return PlannedCase(name=name, sizes=spec.sizes(name), past=past)
     if name == "odd":
-        return PlannedCase(name=name, sizes=_with_small_batch(spec, odd_sizes(spec.axes)))
+        return PlannedCase(name=name, sizes=_with_small_batch(spec, odd_sizes(spec.axes, spec.batch_name)))
     if name == "ragged":
         return _ragged_case(spec)
     if name == "large":
@@ -482,7 +485,7 @@ def _corners(spec: ModelSpec, axes: Mapping[str, Axis], limit: SizeLimit) -> dic
     batch = [name for name in axes if name == spec.batch]  # not every model of a user has one
     wanted: dict[str, Sizes] = {
         "max": largest,
-        "odd": odd_sizes(axes),
+        "odd": odd_sizes(axes, spec.batch_name),
         "small-batch-long": largest | {name: smallest[name] for name in batch},
         "large-batch-short": smallest | {name: largest[name] for name in batch},
     }

@@ -165,6 +165,7 @@ class AttentionSpec(ModelSpec):
             outputs={"output": 1},
             positions=tuple(tensor for tensor in self.inputs if tensor.name == LENGTHS),
             by_element=self.cache == "preallocated",
+            entry_axes=("T",) if self.cache == "preallocated" else (),
         )
 
     @property

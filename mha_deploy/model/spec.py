@@ -219,6 +219,7 @@ class KVCache:
     outputs: Mapping[str, int]  # for each output by token, the dimension of the tokens
     positions: tuple[TensorSpec, ...] = ()  # the inputs that place the new tokens
     by_element: bool = False  # whether they do so for every batch element by itself
+    entry_axes: tuple[str, ...] = ()  # those that a preallocated cache has its entries along
 
     @property
     def is_preallocated(self) -> bool:
@@ -241,8 +242,13 @@ class KVCache:
         if spec.batch is not None:
             sizes[spec.batch] = B
         if self.past is None:
-            return {**sizes, **({"T": spec.axes["T"].max} if "T" in spec.axes else {})}
+            return {**sizes, **{name: spec.axes[name].max for name in self.entry_axes}}
         return {**sizes, self.past: past}
+
+    def room_at(self, sizes: Sizes) -> int:
+        """How many tokens a preallocated cache of these sizes has room for."""
+        # One that does not keep its tokens in order, as a ring buffer, takes more than it has entries.
+        return min([self.room, *(sizes[name] for name in self.entry_axes if self.is_in_order)])
 
 
 def refuse_overflow(lengths: Any, S: int, T: int) -> None:
@@ -552,6 +558,9 @@ class ModuleSpec(ModelSpec):
                 outputs=by_output,
                 positions=placed,
                 by_element=bool(placed) and all(self._has_batch(tensor) for tensor in (*placed, *following)),
+                entry_axes=tuple(
+                    sorted({str(taken[name][at]) for name, at in self.entries.items()} & {*self.axes})
+                ),
             )
         found = {name: _growing_axis(name, taken[name], made[self.cached[name]]) for name in self.cached}
         (_, past, new), *others = found.values()

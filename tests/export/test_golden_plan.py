@@ -11,7 +11,7 @@ from mha_deploy.errors import SpecError
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.layer import layer_cost
 from mha_deploy.model.precision import PRECISIONS
-from mha_deploy.model.spec import Axis
+from mha_deploy.model.spec import Axis, ModuleSpec, TensorSpec
 from mha_deploy.rounding import accumulations, sample_count
 
 MHA = find_spec("tiny-mha")
@@ -197,6 +197,14 @@ def test_a_bundle_has_a_single_token_behind_the_longest_past(name, cache):
     for case in (case for case in plan.cases if case.name == "long-past"):
         assert budget.allows(spec, case.sizes)
         assert case.sizes[axis] >= spec.axes[axis].opt
+
+
+def test_a_batch_of_any_name_has_three_elements_in_the_odd_case():
+    x, y = (TensorSpec(name=name, kind="float", dims=("batch", "S", 8)) for name in ("x", "y"))
+    axes = {"batch": Axis(min=1, opt=4, max=64), "S": Axis(min=1, opt=32, max=64)}
+    spec = ModuleSpec(name="own", axes=axes, inputs=(x,), outputs=(y,), attention_count=1)
+    (case,) = plan_golden(spec, ("odd",)).cases
+    assert case.sizes == {"batch": 3, "S": 37}
 
 
 # -- the large case ----------------------------------------------------------------------------

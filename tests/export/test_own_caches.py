@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 import mha_deploy as md
 from mha_deploy.bundle.cases import plan_trace, position_inputs
-from mha_deploy.bundle.sizes import golden_budget, planned_cases
+from mha_deploy.bundle.sizes import GoldenBudget, golden_budget, planned_cases
 from mha_deploy.errors import DeployError, ExportError, SpecError
 from mha_deploy.model.spec import Axis, ModuleSpec, TensorSpec
 from mha_deploy.options import ExportOptions
@@ -176,6 +176,39 @@ def test_the_note_on_a_cache_without_positions_does_not_deny_the_cache():
     (note,) = notes
     assert "positions=" in note
     assert "no KV cache" not in note
+
+
+def of_any_length(name="C", sizes="5:6:9"):
+    """A decoder whose preallocated cache may have several sizes, along an axis of any name."""
+    given = cached_models.FORMS["in_place"]()
+    cache = md.Example(given.inputs["keys"].tensor[:, :, :6], "B", None, name)
+    inputs = {**given.inputs, "keys": cache, "values": cache}
+    return replace(given, inputs=inputs, axes={"B": "1:2:4", "S": "1:2:4", name: sizes})
+
+
+@pytest.mark.slow  # the plan of such sizes is tested below
+def test_the_entries_of_a_preallocated_cache_may_have_an_axis_of_any_name(tmp_path):
+    bundle = md.export(of_any_length(), tmp_path / "bundle", precision="fp16", golden=("long-past",))
+    (case,) = bundle.manifest.golden
+    assert case.sizes == {"B": 2, "S": 1, "C": 9}
+    report = md.validate(bundle, runtimes=["ort-cpu"], probe=False)
+    assert report.passed, report.headline
+    (trace,) = report.record.decode
+    assert max(trace.prompt) + trace.steps == 9
+
+
+@pytest.mark.parametrize("entries", ["T", "C"])
+@pytest.mark.parametrize(("longest", "past"), [(0, 39), (100, 99)])  # as many as there are entries; a ring
+def test_a_smaller_cache_has_room_for_fewer_tokens_unless_it_is_a_ring(entries, longest, past):
+    own = spec(placing("S"), longest=longest)
+    axes, cache = {**AXES, entries: Axis(min=8, opt=32, max=80)}, ("B", 2, entries, 8)
+    inputs = tuple(replace(each, dims=cache) if each.name == "keys" else each for each in own.inputs)
+    outputs = tuple(replace(each, dims=cache) if each.name == "keys_out" else each for each in own.outputs)
+    own = replace(own, axes=axes, inputs=inputs, outputs=outputs, flops=1000)
+    few, notes = GoldenBudget(gflop=1100 / 1e9), list[str]()
+    (case,) = planned_cases(lambda: own, ("long-past",), few, notes)
+    assert (case.sizes[entries], case.past) == (40, past)
+    assert f"{entries} = 80" in notes[0]
 
 
 class Late(Runner):
