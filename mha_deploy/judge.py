@@ -15,7 +15,6 @@ from mha_deploy.bundle.cases import GoldenCase, entries_from, first_new_entries
 from mha_deploy.bundle.sizes import is_mask
 from mha_deploy.metrics import EVERYWHERE, Budget, Deviation, ToHeads, budget_from_samples, measure
 from mha_deploy.model.precision import Precision, smallest_normal
-from mha_deploy.model.spec import Sizes
 from mha_deploy.status import EMPTY_ORACLE, Kind, Outcome, Reason, derive, means
 from mha_deploy.text import reason_text
 
@@ -162,7 +161,7 @@ def parity_from_verdicts(
             continue
         others = [other.sizes for other in verified if other.output == each.output]
         if each.reason.kind is Kind.ORACLE_OF_ONE_KEY:
-            single = _single(each.sizes)
+            single = each.reason.names
             others = [sizes for sizes in others if any(sizes.get(axis, 1) > 1 for axis in single)]
         if others:
             judged[index] = structs.replace(each, outcome=Outcome.PASSED, reason=None)
@@ -244,9 +243,9 @@ def judge_case(
             outcome = Outcome.FAILED
         elif not is_discrete and (reason := _shows_nothing(oracle, eager)) is not None:
             outcome = Outcome.NOT_VERIFIED
-            if reason.kind is Kind.ORACLE_REPEATS and (single := _single(case.sizes)):
+            if reason.kind is Kind.ORACLE_REPEATS and (single := _single(case)):
                 counted = ", ".join(f"{axis} = 1" for axis in single)
-                reason = Reason(kind=Kind.ORACLE_OF_ONE_KEY, got=counted)
+                reason = Reason(kind=Kind.ORACLE_OF_ONE_KEY, got=counted, names=single)
         verdicts.append(
             OutputVerdict(
                 outcome=outcome,
@@ -260,9 +259,9 @@ def judge_case(
     return verdicts
 
 
-def _single(sizes: Sizes) -> list[str]:
+def _single(case: GoldenCase) -> tuple[str, ...]:
     """The axes of one entry, any of which may count the keys: every query of a single key has its value."""
-    return [axis for axis, size in sizes.items() if size == 1 and axis != "B"]
+    return tuple(axis for axis, size in case.sizes.items() if size == 1 and axis != case.batch)
 
 
 def _is_finite(value: object) -> bool:

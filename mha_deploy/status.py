@@ -186,7 +186,10 @@ class Reason(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
     ]
     got: Annotated[str | None, means("what was found, or what another program reported")] = None
     wanted: Annotated[str | None, means("what it should have been")] = None
-    names: Annotated[tuple[str, ...], means("the measures out of budget; the mask that explains NaN")] = ()
+    names: Annotated[
+        tuple[str, ...],
+        means("the measures out of budget; the mask that explains NaN; the axes that may count one key"),
+    ] = ()
     where: Annotated[str | None, means("the worst slice of the tensor")] = None
     worst: Annotated[str | None, means("the place of the largest error, where it was looked for")] = None
     index: Annotated[tuple[int, ...] | None, means("an element of the tensor")] = None

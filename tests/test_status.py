@@ -71,8 +71,9 @@ def test_every_verdict_has_a_kind_and_comes_back_from_json_as_it_was(kind):
     assert report.outcome is worst
 
 
-def of_one_vector(**sizes):
-    return made_case({"y": np.tile(ORACLE[:1, :1], (1, 3, 1))}, name="min", sizes=sizes)
+def of_one_vector(sizes):
+    batch = "batch" if "batch" in sizes else "B"
+    return made_case({"y": np.tile(ORACLE[:1, :1], (1, 3, 1))}, name="min", sizes=sizes, batch=batch)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +83,12 @@ def of_one_vector(**sizes):
         ({"B": 1, "T": 1}, {"B": 2, "T": 1}, NOT_VERIFIED),  # no case has more keys
         ({"B": 1, "T": 5}, {"B": 2, "T": 9}, NOT_VERIFIED),  # untrained, or its inputs are ignored
         ({"B": 1}, {"B": 2}, NOT_VERIFIED),
+        ({"batch": 1, "T": 1}, {"batch": 2, "T": 5}, PASSED),
+        ({"batch": 1, "T": 5}, {"batch": 2, "T": 9}, NOT_VERIFIED),  # no batch counts keys
     ],
 )
 def test_one_vector_at_every_position_is_right_where_there_is_one_key(one, many, outcome):
-    case, other = of_one_vector(**one), made_case({"y": ORACLE}, name="opt", sizes=many)
+    case, other = of_one_vector(one), made_case({"y": ORACLE}, name="opt", sizes=many)
 
     def report(*pairs):
         verdicts = [each for case, got in pairs for each in judge_case(case, got, FP16)]

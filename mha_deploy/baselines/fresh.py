@@ -359,6 +359,7 @@ class FreshCases:
     def __init__(self, bundle: Bundle, device: str, *, oracle_bytes: int | None = None) -> None:
         self.spec = bundle.manifest.spec
         self._capture, self.device, self.probes = open_capture(self.spec, bundle, device, oracle_bytes)
+        self._capture.batch = self.spec.batch_name
 
     def case(
         self,

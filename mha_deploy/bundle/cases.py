@@ -238,7 +238,7 @@ class GoldenCase:
     oracle: Reference
     eager: Arrays  # the module as its user runs it; shown beside the others, and judged like them
     baselines: Mapping[str, Baseline]  # by the type that GEMMs accumulate in
-    note: str = ""
+    batch: str = "B"  # the axis of batch elements, of which none counts keys
     flops: int = 0  # the work of one call of a user's module, else 0
     cached: Mapping[str, str] = field(default_factory=dict)  # see `cached_outputs`
     suspects: Mapping[str, KnownMistake] = field(default_factory=dict)  # by known mistake
@@ -279,11 +279,11 @@ def read_case(bundle: Bundle, entry: GoldenEntry) -> GoldenCase:
     for results, (name, taken) in product((oracle, eager), cached_outputs(spec).items()):
         results[name] = with_entries(inputs[taken], results[name], first_new_entries(inputs, taken))
     about = msgspec.structs.asdict(entry)
-    del about["file"], about["source"], about["excess"]
+    del about["file"], about["source"], about["excess"], about["note"]
     about["suspects"] = _unpack_suspects(entry, arrays, oracle, precision)
     reference = Reference(oracle, entry.source)
     about |= {"inputs": inputs, "oracle": reference, "eager": eager, "baselines": baselines}
-    return GoldenCase(**about, cached=cached_outputs(spec))
+    return GoldenCase(**about, batch=spec.batch_name, cached=cached_outputs(spec))
 
 
 # -- Samples on disk: one byte for each number, which is more than enough for the size of an error --

@@ -335,7 +335,7 @@ def _capture(source: ExportSource, planned: PlannedCase) -> GoldenCase | None:
     The result of eight bits may cancel in one case to less than their steps, and then any would pass.
     """
     try:
-        case = source.capture_case(planned)
+        case = replace(source.capture_case(planned), batch=source.spec.batch_name)
         refuse_implausible_case(case, source.precision)
         return case
     except BundleError as error:

@@ -99,6 +99,7 @@ class Capture(ABC):
     def __init__(self, module: nn.Module, precision: Precision, seed: int, outputs: Iterable[str]) -> None:
         self.module, self.precision, self.seed, self._outputs = module, precision, seed, tuple(outputs)
         self.change: Callable[[Feeds], Feeds] = dict  # of what was drawn
+        self.batch = "B"  # the axis of the batch
         self.cached: Mapping[str, str] = {}  # KV caches of which a golden case keeps the new entries only
         self.notes: list[str] = []  # what a reader should know of what was captured
 
@@ -162,6 +163,7 @@ class Capture(ABC):
             oracle=Reference(oracle, self.source),
             eager=self.as_stored(arrays_of(eager)),
             baselines=baselines,
+            batch=self.batch,
             flops=0 if counter is None else counter.get_total_flops(),
             cached=self.cached,
         )

@@ -156,7 +156,7 @@ def _attribute(owner: Any, name: str, value: object) -> Any:
 
 
 def _how_little_it_shows(case: GoldenCase) -> tuple[int, int]:
-    singles = sum(size == 1 for axis, size in case.sizes.items() if axis != "B")
+    singles = sum(size == 1 for axis, size in case.sizes.items() if axis != case.batch)
     return singles, sum(array.size for array in case.oracle.values())
 
 

@@ -118,6 +118,7 @@ class OnnxSource(ExportSource):
 
     spec: ModuleSpec
     draws_numbers = True  # whether inputs without an example are drawn
+    batch = "B"  # the axis of the batch
     _hiding = frozenset[str]()  # masks that are drawn with true entries for keys that are hidden
     # Of the first case: its name, the values behind attentions in FP64, and samples of them.
     _inside: tuple[str, Arrays, dict[str, Baseline]] | None = None
@@ -164,7 +165,7 @@ class OnnxSource(ExportSource):
         spec = manifest.spec
         source = cls(path, ExportOptions(precision=AUTO if spec.mixed else manifest.precision.name), {}, {})
         source.dims, source.axes = {each.name: each.dims for each in spec.inputs}, dict(spec.axes)
-        source.precision = manifest.precision
+        source.precision, source.batch = manifest.precision, spec.batch_name
         return source
 
     @cached_property
@@ -306,6 +307,7 @@ class OnnxSource(ExportSource):
             oracle=reference,
             eager=eager,
             baselines=baselines,
+            batch=self.batch,
             flops=exact.flops,
         )
 

@@ -338,6 +338,7 @@ class _DecodeRun:
             oracle=trace.oracle.map(part),
             eager=part(trace.eager),
             baselines={name: each.map(part) for name, each in trace.baselines.items()},
+            batch=self.spec.batch_name,
         )
 
     def _call(self, step: int) -> GoldenCase:

@@ -74,6 +74,8 @@ def test_attention_is_fused_and_the_graph_is_right_in_fp16(imported):
     assert (len(manifest.attention), manifest.spec.attention_count) == (1, 1)
     assert manifest.precision.name == "fp16"
     assert [tensor.dims for tensor in manifest.spec.outputs] == [("batch", "sequence", E)]
+    assert {case.batch for case in golden_cases(imported)} == {"batch"}
+    assert {entry.sizes["batch"] for entry in manifest.golden if entry.name == "odd"} == {3}
     report = md.validate(imported)
     assert report.passed, report.headline
     cases = len(manifest.golden)
