@@ -21,16 +21,7 @@ from mha_deploy.graph.attention_node import MASK, QK_OUTPUT
 from mha_deploy.graph.file import with_outputs
 from mha_deploy.graph.ir import is_op
 from mha_deploy.graph.quantize import ScaledConstant, scaled_constant
-from mha_deploy.graph.roles import (
-    FUSED_GEMMS,
-    FUSED_MATMULS,
-    LAYOUT,
-    MATMULS,
-    MOVES,
-    NORMS,
-    QUANTIZERS,
-    SOFTMAXES,
-)
+from mha_deploy.graph.roles import LAYOUT, MATMULS, MOVES, NORMS, QUANTIZERS, SOFTMAXES
 from mha_deploy.graph.upcast import FLOATS, in_float64
 from mha_deploy.model.masking import ABSORBS_FLOAT32, absorbs_all_scores
 from mha_deploy.model.precision import PRECISIONS, Precision
@@ -41,17 +32,15 @@ from mha_deploy.threads import on_one_thread, side_by_side
 
 # Where kernels round: what a GEMM reads and writes, what norms, softmax and activations write. Elementwise
 # operators are fused into these, but for sums of two tensors: a residual stream is written after each.
-_MATMULS = frozenset(MATMULS) | {"Attention", "MultiHeadAttention", "GroupQueryAttention", "RotaryEmbedding"}
-_MATMULS |= {*FUSED_GEMMS}
-_ROUNDED = frozenset({*SOFTMAXES, *NORMS, "BatchNormalization", "MeanVarianceNormalization"})
-_ROUNDED |= {"SkipLayerNormalization", "Gelu", "Tanh", "Sigmoid", "Swish", "Mish", "Elu", "HardSwish"}
-_ROUNDED |= {"Softplus", "LeakyRelu", "FastGelu", "BiasGelu", "Gather", "DequantizeLinear"}
+_MATMULS = frozenset(MATMULS) | {"Attention", "RotaryEmbedding"}
+_WITH_FACTORS = frozenset({*NORMS, "BatchNormalization"})
+_ROUNDED = frozenset({*SOFTMAXES, *_WITH_FACTORS, "MeanVarianceNormalization", "Gelu", "Tanh", "Sigmoid"})
+_ROUNDED |= {"Swish", "Mish", "Elu", "HardSwish", "Softplus", "LeakyRelu", "Gather", "DequantizeLinear"}
 _SUMS = frozenset({"Add", "Sub", "Sum"})
 _SAME_NUMBERS = frozenset({*MOVES, "Flatten", "Expand", "Slice", "Cast"})
 _SCALED = frozenset({"Mul", "Div"})
 _REDUCED = frozenset({"ReduceL1", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare", "ReduceProd"})
 _REDUCED |= {"ReduceMax", "ReduceMin", "ReduceLogSum", "ReduceLogSumExp", "GlobalAveragePool"}
-_WITH_FACTORS = frozenset({*NORMS, "BatchNormalization", "SkipLayerNormalization"})
 _ROUNDING = _MATMULS | _ROUNDED
 _ORDERED = {"TopK": -1, "ArgMax": 0, "ArgMin": 0}  # with the axis by default
 _QUANTIZED = frozenset(QUANTIZERS)  # their scales are in the precision, too
@@ -171,7 +160,7 @@ class FileRounding(RoundingMode):
         if operator in _SUMS:
             outputs = tuple(map(_absorbed, outputs))
         if operator in _MATMULS:
-            self.flops += _flops(operator, inputs, outputs[0])
+            self.flops += _flops(node, inputs, outputs[0])
             return tuple(self.rounded_array(self._accumulate(node, given, inputs, each)) for each in outputs)
         written = operator in _ROUNDED or (self._everywhere and operator not in LAYOUT)
         if operator in _SUMS and not written:
@@ -236,12 +225,9 @@ class FileRounding(RoundingMode):
 
     def _accumulate(self, node: FileNode, given: Inputs, inputs: Inputs, result: Any) -> Any:
         """The result of a GEMM with what its accumulation loses; `given` are its inputs before rounding."""
-        operator = node.operator
-        if not self._accumulated or operator not in ("MatMul", "Gemm") or result.dtype != np.float64:
+        if not self._accumulated or node.operator not in ("MatMul", "Gemm") or result.dtype != np.float64:
             return result
-        a, b = inputs[:2]
-        if operator == "Gemm" and a.ndim == 2 and b.shape[0] != a.shape[1]:
-            b = b.T
+        a, b = _as_multiplied(node, inputs)
         if a.shape[-1] != b.shape[-2 if b.ndim > 1 else -1]:
             return result
         terms, key = a.shape[-1], ("squares", self._bits, a.shape[-1])
@@ -376,13 +362,22 @@ def _along(scale: np.ndarray, operand: np.ndarray, axis: int) -> np.ndarray:
     return np.repeat(scale, block, axis).take(np.arange(operand.shape[axis]), axis)
 
 
-def _flops(operator: str, inputs: Inputs, result: np.ndarray) -> int:
+def _as_multiplied(node: FileNode, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
+    """The operands of a MatMul or Gemm as it multiplies them."""
+    a, b = (
+        each.T if node.operator == "Gemm" and getattr(node.evaluated, name, 0) else each
+        for name, each in zip(("transA", "transB"), inputs[:2], strict=True)
+    )
+    return a, b
+
+
+def _flops(node: FileNode, inputs: Inputs, result: np.ndarray) -> int:
     """The work of a GEMM, a convolution or an attention, from the sizes of its operands."""
-    if operator in ("MatMul", "Gemm", *FUSED_MATMULS):
-        return 2 * result.size * inputs[0].shape[-1]
-    if operator in ("Conv", "FusedConv"):
+    if node.operator in ("MatMul", "Gemm"):
+        return 2 * result.size * _as_multiplied(node, inputs)[0].shape[-1]
+    if node.operator == "Conv":
         return 2 * result.size * math.prod(inputs[1].shape[1:])
-    if operator == "Attention":  # each query of each head meets each key twice
+    if node.operator == "Attention":  # each query of each head meets each key twice
         past = inputs[4].shape[2] if len(inputs) > 4 and inputs[4] is not None else 0
         return 4 * result.size * (inputs[1].shape[-2] + past)
     return 2 * result.size

@@ -682,6 +682,26 @@ def test_samples_of_two_values_are_those_of_each_alone():
         assert len(got["fp32"].samples[name]) == count + got["fp32"].branches
 
 
+@pytest.mark.parametrize(
+    ("options", "sizes"), [("transB = 1", (5, 32, 32)), ("transA = 1", (5, 32, 7)), ("transA = 1", (9, 9, 3))]
+)
+def test_a_gemm_is_rounded_as_the_matmul_of_what_it_transposes(options, sizes):
+    rows, terms, columns = sizes
+    text = '<ir_version: 10, opset_import: ["": 23]> gemm (double[I, J] a, double[K, L] b) => (double[M, N] y)'
+    gemm, matmul = (
+        FileProgram(ir.from_onnx_text(f"{text} {{ y = {each} (a, b) }}"))
+        for each in (f"Gemm <{options}>", "MatMul")
+    )
+    dice = np.random.default_rng(0)  # whole numbers, whose sums are exact in any order; one column is large
+    a, b = (dice.integers(-9, 9, each).astype(np.float64) for each in ((rows, terms), (terms, columns)))
+    b[:, 0] *= 64
+    modes = [FileRounding(dataclasses.replace(FP16, accumulate="fp16"), seed=1) for _ in range(2)]
+    given = {"a": a.T if "transA" in options else a, "b": b.T if "transB" in options else b}
+    results = gemm.run(given, modes[0]), matmul.run({"a": a, "b": b}, modes[1])
+    assert np.array_equal(*(each["y"] for each in results))
+    assert modes[0].flops == modes[1].flops == 2 * math.prod(sizes)
+
+
 @pytest.mark.slow
 def test_a_large_weight_is_in_fp64_only_while_it_is_used(monkeypatch):
     monkeypatch.setattr("mha_deploy.exporter.file_program._MOST_WIDE", 1 << 20)
