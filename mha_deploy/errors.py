@@ -237,11 +237,15 @@ def write_remedy(error: OSError, otherwise: str = "a file on a local disk") -> s
     return _REMEDY_OF.get(error.errno or 0, otherwise)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """Name the known word that was probably meant, and list them all where they are few or none is near."""
+def nearest(word: str, known: Iterable[str], then: str = "") -> str:
+    """Name the known word that was probably meant, and list them all where they are few or none is near.
+
+    `then` is a sentence that follows.
+    """
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     every = f"one of: {', '.join(known)}"
+    listed = f"{every}. {then}" if then else every
     if not close:
-        return every
-    return f"did you mean {close[0]!r}?" + (f" {every}" if len(known) <= 8 else "")
+        return listed
+    return f"did you mean {close[0]!r}? {listed if len(known) <= 8 else then}".rstrip()

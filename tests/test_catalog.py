@@ -1,11 +1,12 @@
 """The shipped specs are complete and true to their models, and a wrong file says what is wrong."""
 
 import json
+import re
 
 import pytest
 
 import mha_deploy as md
-from mha_deploy.errors import BundleError, DeployError, SpecError
+from mha_deploy.errors import BundleError, DeployError, SpecError, nearest
 from mha_deploy.model.catalog import catalog_folder, catalog_names, find_spec, read_spec
 from mha_deploy.model.layer import ATTENDS, MASKS, PROJECTIONS, VARIANTS, AttentionSpec
 
@@ -165,6 +166,14 @@ def test_a_model_is_found_by_name_or_by_path():
 def test_a_spec_is_named_after_its_file(tmp_path):
     path = write(tmp_path, "Hq = 2\nE = 32\naxes = { B = 1, S = 8 }\n", "my-model.toml")
     assert find_spec(str(path)).name == "my-model"
+
+
+@pytest.mark.parametrize("word", ["name-3", "other"])
+@pytest.mark.parametrize("count", [4, 12])  # few are listed
+def test_a_sentence_behind_the_nearest_name_is_one_by_itself(word, count):
+    known = [f"name-{number}" for number in range(count)]
+    assert re.search(r"\S[.?] Then more\.$", nearest(word, known, "Then more."))
+    assert nearest(word, known) == nearest(word, known).strip(" .")
 
 
 def test_an_unknown_name_suggests_the_nearest():

@@ -3,9 +3,11 @@
     manifest.json             what this is, the hash of every file, and the versions that made it
     model.onnx (+ .data)      the canonical graph
     source.onnx (+ .data)     of a compressed model: the file that its reference is computed from
-    golden/<case>.safetensors inputs, FP64 oracle and eager result of one case
+    golden/<case>.safetensors one case: inputs, FP64 oracle, eager result, samples of what rounding costs,
+                              and what known mistakes would change
     golden/polygraphy/*.json  the same for `polygraphy run`, with --polygraphy
     traces/<name>.safetensors of a model with a KV cache: tokens to decode, and the expected results
+    layers/<case>.safetensors of a module or a file: the results of every attention in one case
     engines.json              the engines that were ever built from it, at first none
 
 A bundle is built in a temporary folder beside its place and renamed when it is whole; the manifest is

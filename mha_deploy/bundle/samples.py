@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from mha_deploy.bundle.cases import numbers_in, read_npz
+from mha_deploy.bundle.cases import Arrays, numbers_in, read_npz
 from mha_deploy.errors import DeployError, text_of_error
 from mha_deploy.files import LARGEST_TEXT, open_regular, refuse_duplicates, refuse_missing_data
 from mha_deploy.model.catalog import functions_in
@@ -23,7 +23,6 @@ from mha_deploy.output import TOOL, is_sample, write_file
 from mha_deploy.status import Kind, Reason
 from mha_deploy.text import printable
 
-Arrays = Mapping[str, np.ndarray]
 Get = Callable[[int | None], np.ndarray]
 """One array of a file: the whole of it, or its n-th entry."""
 

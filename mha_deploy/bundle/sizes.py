@@ -185,7 +185,7 @@ def points_from_text(spec: ModelSpec, text: str) -> tuple[TimedPoint, ...]:
         return named
     if "=" not in text and spec.cache != "none":
         names = (USUAL, *(point.name for point in usual))
-        hint = f"{nearest(text, names)} Or sizes, such as B=1,S=1."
+        hint = nearest(text, names, "Or sizes, such as B=1,S=1.")
         raise SpecError(f"{spec.name} has no such sizes to time.", got=text, hint=hint, options=("at",))
     sizes = spec.parse_sizes(text)
     return (with_full_cache(spec, sizes_name(sizes), sizes),)
@@ -321,7 +321,7 @@ def golden_names(spec: ModelSpec) -> tuple[str, ...]:
 def refuse_unknown_case(name: str, known: Sequence[str] = ALL_CASES) -> None:
     """Refuse a case that is neither known by name nor given by its sizes."""
     if "=" not in name and name not in known and name != "opt":
-        hint = f"{nearest(name, known)} Or sizes, such as B=2,S=33."
+        hint = nearest(name, known, "Or sizes, such as B=2,S=33.")
         raise SpecError("No such golden case.", got=name, hint=hint, options=("golden",))
 
 

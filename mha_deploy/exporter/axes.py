@@ -18,7 +18,6 @@ from torch.export import ExportedProgram
 from mha_deploy.errors import ExportError, SpecError
 from mha_deploy.model.deployable import LARGEST_ACTIVATION
 from mha_deploy.model.spec import Axes, Dim, Sizes, TensorSpec, axes_in, size_of, sum_of, terms_of
-from mha_deploy.model.spec import Dim as NamedDim
 from mha_deploy.reference.inputs import seeded_generator
 
 # -- Inputs at other sizes, drawn after an example that the user gave ------------------------------
@@ -125,7 +124,7 @@ class ExportedModule:
 TORCH_NAME = "axis_"
 """How the names of axes begin for PyTorch: it takes a bare S or N for something of SymPy's."""
 
-_LEAST = 2  # PyTorch takes sizes of 0 and 1 for constants
+LEAST_TRACED = 2  # PyTorch takes sizes of 0 and 1 for constants
 _EASY = 5  # half of it, or one less, is not 1 either
 _PRIMES = (5, 7, 11, 13, 17, 19, 23, 29, 31)  # seldom a number of heads, and never a multiple of one
 _SYMBOL = re.compile(r"\b[su]\d+\b")
@@ -146,7 +145,7 @@ def trace_sizes(example: Mapping[str, Tensor], dims: NamedDims, axes: Axes) -> d
         taken |= {size for dim, size in zip(named, tensor.shape, strict=False) if not isinstance(dim, str)}
     for name, axis in sorted(axes.items(), key=lambda item: item[1].max):
         if axis.is_dynamic:
-            least = max(axis.min, _LEAST)
+            least = max(axis.min, LEAST_TRACED)
             liked = [size for size in (shown.get(name, 0), *_PRIMES) if size >= _EASY]
             every = [*liked, *range(_EASY, _EASY + 64), *range(least, least + 64)]
             size = next((s for s in every if least <= s <= axis.max and s not in taken), least)
@@ -228,7 +227,7 @@ class AxisNames:
         sums = [dim for each in dims.values() for dim in each if isinstance(dim, str)]
         self._spelled = {tuple(sorted(terms_of(dim))): dim for dim in sums}
 
-    def dims_of(self, shape: Sequence[int | torch.SymInt]) -> tuple[NamedDim | None, ...]:
+    def dims_of(self, shape: Sequence[int | torch.SymInt]) -> tuple[Dim | None, ...]:
         """A shape in names and numbers; None where a size is no expression of them."""
         return tuple(size if isinstance(size, int) else self._dim(str(size)) for size in shape)
 
@@ -239,7 +238,7 @@ class AxisNames:
             if value.shape is not None:
                 value.shape = ir.Shape([self._onnx_dim(dim) for dim in value.shape])
 
-    def _dim(self, text: str) -> NamedDim | None:
+    def _dim(self, text: str) -> Dim | None:
         if (found := self._sum(text)) is not None:
             return found
         found = _SQUARE.sub(r"\1*\1", self._replaced(text))
@@ -255,7 +254,7 @@ class AxisNames:
         name = self._sum(dim.value)
         return self._replaced(dim.value) if name is None else name
 
-    def _sum(self, text: str) -> NamedDim | None:
+    def _sum(self, text: str) -> Dim | None:
         """An expression as a sum of axes and numbers, in the order of the axes; None if it is none."""
         count, parts = 0, []
         for term in text.split(" + "):

@@ -32,7 +32,7 @@ from mha_deploy.bundle.sizes import (
 )
 from mha_deploy.errors import DeployError, ExportError, nearest
 from mha_deploy.exporter import flow
-from mha_deploy.exporter.axes import ExportedModule
+from mha_deploy.exporter.axes import LEAST_TRACED, ExportedModule
 from mha_deploy.exporter.compress import Original
 from mha_deploy.exporter.explain import first_cause, onnx_program
 from mha_deploy.exporter.file_program import FileProgram
@@ -261,9 +261,6 @@ class LayerSource(flow.ExportSource):
         return f"{weights.resolve().name}, {where}, state SHA-256 {state_digest(self.module)}"
 
 
-_LEAST_TRACED = 2  # what PyTorch takes for a size that can vary
-
-
 def canonical_from_module(module: Attention, *, opset: int | None = None) -> ir.Model:
     """A reference layer as a graph of ONNX's own `Attention` nodes, through torch.onnx.export.
 
@@ -279,8 +276,8 @@ def canonical_from_module(module: Attention, *, opset: int | None = None) -> ir.
     sizes, dims = spec.sizes("min"), {}
     for index, (name, axis) in enumerate(spec.axes.items()):
         if axis.is_dynamic:
-            most = max(axis.max, _LEAST_TRACED)
-            sizes[name] = max(axis.min, min(most, _LEAST_TRACED + index))
+            most = max(axis.max, LEAST_TRACED)
+            sizes[name] = max(axis.min, min(most, LEAST_TRACED + index))
             dims[name] = torch.export.Dim(name, min=axis.min, max=most)
     shapes = {
         parameter_name(tensor): {i: dims[dim] for i, dim in enumerate(tensor.dims) if isinstance(dim, str)}
@@ -365,8 +362,6 @@ def _drop_exporter_metadata(model: ir.Model) -> None:
 
 
 # -- A user's module -------------------------------------------------------------------------------
-
-_LAYERS_BYTES = 1 << 30
 
 
 class ModuleSource(flow.ExportSource):
@@ -478,7 +473,7 @@ class ModuleSource(flow.ExportSource):
             inside = {"oracle": oracle, "eager": eager}
             arrays = {f"{kind}/{name}": each for kind in inside for name, each in inside[kind].items()}
             arrays |= pack_baselines(baselines)
-            if sum(array.nbytes for array in arrays.values()) <= _LAYERS_BYTES:
+            if sum(array.nbytes for array in arrays.values()) <= flow.LAYERS_BYTES:
                 file = f"layers/{case.name}.safetensors"
                 write_arrays(folder / file, arrays)
                 return LayersEntry(case=case.name, file=file, values=dict(self.values), source=oracle.source)

@@ -16,7 +16,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from mha_deploy.bundle.cases import Arrays
 from mha_deploy.errors import DeployError
-from mha_deploy.exporter.samples import RoundingMode
+from mha_deploy.exporter.samples import DECISION_ELEMENTS, RoundingMode
 from mha_deploy.graph.attention_node import MASK, QK_OUTPUT
 from mha_deploy.graph.file import with_outputs
 from mha_deploy.graph.ir import is_op
@@ -47,7 +47,6 @@ _QUANTIZED = frozenset(QUANTIZERS)  # their scales are in the precision, too
 _COMPARED = frozenset({"Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Round", "Floor", "Ceil", "Sign"})
 _COMPARED |= {"QuantizeLinear", "DynamicQuantizeLinear"}
 _INTEGER_GEMMS = frozenset({"MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv"})
-_DECISION_ELEMENTS = 1 << 22
 _FLOAT32_BITS = PRECISIONS["fp32"].significand_bits
 _FP8_LEAST, _FP8_FRACTION = -6, 3  # the least exponent of E4M3, and the bits behind the point
 _MOST_WIDE = 1 << 30  # bytes of all weights in FP64; beyond, those of GEMMs stay as they are stored
@@ -260,7 +259,7 @@ class FileRounding(RoundingMode):
         outputs = run(operand, *inputs[1:])
         if operator in _COMPARED - {"QuantizeLinear"} and len(inputs) > 1:
             noted = operand - inputs[1]
-        self.decisions.append(noted.copy() if noted.size <= _DECISION_ELEMENTS else None)
+        self.decisions.append(noted.copy() if noted.size <= DECISION_ELEMENTS else None)
         change = self._changes[index] if index < len(self._changes) else None
         if change is None or change.shape != noted.shape:
             return _with_nan(outputs, operand) if operator == "QuantizeLinear" else outputs
@@ -365,7 +364,7 @@ def _along(scale: np.ndarray, operand: np.ndarray, axis: int) -> np.ndarray:
 def _as_multiplied(node: FileNode, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
     """The operands of a MatMul or Gemm as it multiplies them."""
     a, b = (
-        each.T if node.operator == "Gemm" and getattr(node.evaluated, name, 0) else each
+        each.T if node.operator == "Gemm" and getattr(node.evaluated, name, False) else each
         for name, each in zip(("transA", "transB"), inputs[:2], strict=True)
     )
     return a, b

@@ -69,7 +69,7 @@ from mha_deploy.graph.mixed_precision import apply_plan
 from mha_deploy.graph.quantize import is_quantized, without_quantizers
 from mha_deploy.graph.valid import refuse_invalid
 from mha_deploy.metrics import relative_error
-from mha_deploy.model.precision import Precision
+from mha_deploy.model.precision import PRECISIONS, Precision
 from mha_deploy.model.spec import FLOAT, Axes, ModelSpec, ModuleSpec, TensorSpec
 from mha_deploy.options import ExportOptions, OnStep
 from mha_deploy.output import temporary_folder
@@ -103,7 +103,8 @@ def refuse_large_error(where: str, got: Arrays, oracle: Arrays, most: float, wha
 
 _PLAN_LINES = 12
 _LARGE_BYTES = 1 << 26  # of weights: less is not worth a search through all objects of PyTorch
-_KINDS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+LAYERS_BYTES = 1 << 30  # of the results of all attentions: more are not kept
+_KINDS = {name: each.torch_name for name, each in PRECISIONS.items()} | {"fp64": "float64"}
 
 
 class ExportSource(ABC):
@@ -208,8 +209,8 @@ class ExportSource(ABC):
         kept = f"{len(plan.kept)} of {plan.nodes} nodes stay" if plan.kept else "no node has to stay"
         head = f"mixed precision: {kept} wider than fp16, by the numbers at {', '.join(drawn)} sizes"
         if plan.worst_loss is not None:
-            against = f"against {plan.reference} (relative L2, limit {plan.limit:.2g})"
-            head += f"; FP16 costs {plan.worst_loss:.2g} {against}"
+            cost = f"{plan.worst_loss:.2g} against {plan.reference}"
+            head += f"; FP16 costs {cost} (relative L2, limit {plan.limit:.2g})"
         more = len(lines) - _PLAN_LINES
         self.notes += [head, *lines[:_PLAN_LINES], *([f"and {more} more: see the manifest"] * (more > 0))]
         return refuse_invalid(apply_plan(model, plan), lambda: model, "The graph in mixed precision")

@@ -18,7 +18,16 @@ from mha_deploy.bundle.cases import Arrays
 from mha_deploy.exporter.file_program import Compute, FileNode, FileProgram, FileRounding, Inputs
 from mha_deploy.graph import attention_node as an
 from mha_deploy.graph.attention_node import read_attention
-from mha_deploy.graph.ir import NodeBuilder, constant, infer_shapes, input_at, is_op, made_by, rank
+from mha_deploy.graph.ir import (
+    NodeBuilder,
+    constant,
+    infer_shapes,
+    input_at,
+    is_op,
+    made_by,
+    new_initializer,
+    rank,
+)
 from mha_deploy.graph.roles import MOVES
 
 _MOVES = (*MOVES, "Gather", "Split", "Slice", "Flatten")
@@ -194,6 +203,4 @@ def _rewrite(model: ir.Model, node: ir.Node, known: list[_Gemm], behind: _Gemm, 
 
 def _initializer(model: ir.Model, b: NodeBuilder, array: np.ndarray) -> ir.Value:
     name = f"{b.prefix}/held_{len(model.graph.initializers)}"
-    value = ir.val(name, const_value=ir.tensor(np.ascontiguousarray(array), name=name))
-    model.graph.register_initializer(value)
-    return value
+    return new_initializer(model.graph, name, np.ascontiguousarray(array))

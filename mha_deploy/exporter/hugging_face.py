@@ -72,7 +72,7 @@ def model_from_transformers(
             taken, made = _names(kind, number, is_static)
             shape = (B, heads, entries, size)
             inputs[taken] = Example(
-                torch.randn(shape) * tensor.float().std(), "B", None, "T" if is_static else "P"
+                torch.randn(shape) * tensor.float().std().item(), "B", None, "T" if is_static else "P"
             )
             cached[taken] = made
     past = {"T": str(length)} if is_static else {"P": f"0:{length // 2}:{length - 1}"}

@@ -42,7 +42,7 @@ from mha_deploy.errors import (
     nearest,
 )
 from mha_deploy.exporter.file_program import FileProgram, FileRounding
-from mha_deploy.exporter.flow import ExportSource, are_finite, refuse_large_error
+from mha_deploy.exporter.flow import LAYERS_BYTES, ExportSource, are_finite, refuse_large_error
 from mha_deploy.exporter.observe import attention_values
 from mha_deploy.exporter.samples import sample_case, sample_parts
 from mha_deploy.graph.attention_node import short_dtype
@@ -89,7 +89,6 @@ _BATCH, _LENGTH = Axis(min=1, opt=2, max=8), Axis(min=1, opt=16, max=64)
 _LARGEST_ERROR = 0.25
 # Nor is the file with ONNX's operators far from that with ONNX Runtime's: both round in its precision.
 _WRITTEN_OUT_ERROR = {"fp32": 1e-3, "fp16": 0.05, "bf16": 0.25}
-_LAYERS_BYTES = 1 << 30
 _MOST_HALVED = 4  # times that drawn numbers are halved
 _TOKEN_AXES = ("S", "tokens", "new_tokens")  # names for the axis of a token that comes alone
 _HIDES = 1000.0  # a mask number is at least so large
@@ -346,7 +345,7 @@ class OnnxSource(ExportSource):
             # A graph with the types of the file need not state them.
             arrays |= {f"eager/{name}": got[name].astype(types.get(name, got[name].dtype)) for name in kept}
             arrays |= pack_baselines(baselines)
-            if sum(array.nbytes for array in arrays.values()) <= _LAYERS_BYTES:
+            if sum(array.nbytes for array in arrays.values()) <= LAYERS_BYTES:
                 file = f"layers/{case.name}.safetensors"
                 write_arrays(folder / file, arrays)
                 return LayersEntry(case=case.name, file=file, values=values, source=Source.FILE)

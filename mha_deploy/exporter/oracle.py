@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from mha_deploy.errors import ExportError
 from mha_deploy.exporter.axes import ExportedModule
-from mha_deploy.exporter.samples import RoundingMode
+from mha_deploy.exporter.samples import DECISION_ELEMENTS, RoundingMode
 from mha_deploy.model.masking import ABSORBS_FLOAT32, absorbs_all_scores
 from mha_deploy.model.precision import Precision
 from mha_deploy.rounding import ACCUMULATED, MARGIN, MIX
@@ -449,7 +449,6 @@ _COMPARED = frozenset(
     ]
 )
 _ROUNDING = _MATMULS | _ROUNDED | _SUMS | {"scaled_dot_product_attention"}
-_DECISION_ELEMENTS = 1 << 22  # of the operand of a decision that is followed
 _SCORES_BYTES = 1 << 28  # of attention scores at a time
 
 _NARROWER = {torch.complex32: torch.complex64, torch.complex128: torch.complex64}
@@ -728,7 +727,7 @@ class RandomRounding(Float64, RoundingMode):
         other = args[1] if name in _COMPARED and len(args) > 1 else None
         other = other if isinstance(other, Tensor) and other.is_floating_point() else None
         noted = operand if other is None else operand - self.upcast(other)
-        small = noted.numel() <= _DECISION_ELEMENTS
+        small = noted.numel() <= DECISION_ELEMENTS
         self.decisions.append(noted.double().cpu().numpy().copy() if small else None)
         change = self._changes[index] if index < len(self._changes) else None
         if change is None or change.shape != tuple(noted.shape):

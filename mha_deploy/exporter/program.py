@@ -27,6 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only, tree_unfla
 from mha_deploy.errors import ExportError
 from mha_deploy.exporter import explain
 from mha_deploy.exporter.axes import (
+    LEAST_TRACED,
     AxisNames,
     ExportedModule,
     Kind,
@@ -119,7 +120,6 @@ def _leaves(part: Any, path: tuple[str | int, ...]) -> Iterator[tuple[int, tuple
 
 DrawInputs = Callable[[Sizes], dict[str, Tensor]]
 
-_TRACED_FROM = 2
 _MOST_TRIED = 8
 _NOISE = 0.25  # two results of one formula differ by the sum of their own errors
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of the largest number; another branch is far off
@@ -185,7 +185,7 @@ def _close(want: Tensor, got: Tensor) -> bool:
 
 def _sizes_to_try(axes: Axes, traced: Sizes, unproven: Iterable[str]) -> Iterator[dict[str, int]]:
     """All axes at their smallest, then each one through the sizes that PyTorch did not prove."""
-    small = {name: axis.min for name, axis in axes.items() if axis.is_dynamic and axis.min < _TRACED_FROM}
+    small = {name: axis.min for name, axis in axes.items() if axis.is_dynamic and axis.min < LEAST_TRACED}
     if small:
         yield {**traced, **small}
     for name in unproven:

@@ -22,6 +22,9 @@ Operands = list[np.ndarray | None]
 """The operands of the decisions of one run, in their order; None for one that is too large to keep."""
 
 
+DECISION_ELEMENTS = 1 << 22  # of the operand of a decision that is followed
+
+
 class RoundingMode:
     """How a model is computed: in FP64, or rounded at random where kernels round.
 

@@ -44,8 +44,7 @@ def find_spec(model: str) -> AttentionSpec:
     if model not in names:
         refuse_what_is_no_model(model)
         shown = [name for name in names if model.startswith(_SMALL) or not name.startswith(_SMALL)]
-        near = nearest(model, shown)
-        hint = f"{near}{'' if near.endswith('?') else '.'} Or file.py:factory, or a .toml or .onnx file."
+        hint = nearest(model, shown, "Or file.py:factory, or a .toml or .onnx file.")
         raise SpecError("No model of that name.", got=model, hint=hint)
     return read_spec(catalog_folder() / f"{model}.toml")
 

@@ -18,7 +18,7 @@ from mha_deploy.model.spec import Axis
 # -- The files of a checkpoint ---------------------------------------------------------------------
 
 INDEX = "model.safetensors.index.json"
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def checkpoint_files(path: Path) -> dict[str, Path]:
@@ -30,7 +30,7 @@ def checkpoint_files(path: Path) -> dict[str, Path]:
 
     if path.is_dir():
         found = sorted(path.glob("*.safetensors"))
-        pickled = [each for each in sorted(path.iterdir()) if each.suffix in _PICKLED]
+        pickled = [each for each in sorted(path.iterdir()) if each.suffix in PICKLED]
         if (path / INDEX).is_file():
             path = path / INDEX
         elif len(found) == 1 or (pickled and not found):
@@ -46,7 +46,7 @@ def checkpoint_files(path: Path) -> dict[str, Path]:
             if (path / CONFIG).is_file():
                 hint += "; mha_deploy.from_transformers(model) takes a model of this config with random ones"
             raise DeployError("The folder has no safetensors file.", got=path, hint=hint)
-    if path.suffix in _PICKLED:
+    if path.suffix in PICKLED:
         what = "A pickle can run code when it is read, so it is refused."
         hint = 'safetensors.torch.save_file(model.state_dict(), "weights.safetensors"), or for a model of '
         hint += "transformers model.save_pretrained(FOLDER)"

@@ -30,6 +30,7 @@ from mha_deploy.model.spec import (
     axes_from,
     check_axis,
     cost_of,
+    has_room,
     record_from,
     refuse,
     refuse_unknown,
@@ -472,10 +473,10 @@ def past_keys(spec: AttentionSpec, sizes: Sizes, lengths: Lengths = None) -> lis
             got=got,
             hint="leave the lengths out",
         )
-    room = sizes["T"] - sizes["S"]
-    if not all(0 <= length <= room for length in found):
+    S, T = sizes["S"], sizes["T"]
+    if not all(has_room(length, S, T) for length in found):
         what = "The new tokens do not fit into the KV cache."
-        raise SpecError(what, got=f"lengths {found}", hint=f"0 to {room}")
+        raise SpecError(what, got=f"lengths {found}", hint=f"0 to {T - S}")
     return found
 
 

@@ -251,9 +251,14 @@ class KVCache:
         return min([self.room, *(sizes[name] for name in self.entry_axes if self.is_in_order)])
 
 
+def has_room(lengths: Any, S: int, T: int) -> Any:
+    """Whether S new entries fit behind so many valid ones of a cache of T; of a number or an array."""
+    return (lengths >= 0) & (lengths <= T - S)
+
+
 def refuse_overflow(lengths: Any, S: int, T: int) -> None:
     """Refuse new entries behind `lengths`, an array or a tensor, where a cache of T has no room for them."""
-    if (lengths < 0).any() or (lengths + S > T).any():
+    if not has_room(lengths, S, T).all():
         got = f"lengths {lengths.tolist()}, {S} new tokens, {T} entries"
         hint = f"lengths from 0 to {T - S}, or a cache with more entries"
         raise DeployError("The new tokens do not fit into the cache.", got=got, hint=hint)

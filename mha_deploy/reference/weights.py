@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mha_deploy.errors import DeployError
 from mha_deploy.files import open_regular
-from mha_deploy.model.huggingface import checkpoint_files, find_attention
+from mha_deploy.model.huggingface import PICKLED, checkpoint_files, find_attention
 from mha_deploy.model.layer import AttentionSpec
 
 # -- Drawn from a seed, or converted between the two forms of the projections ----------------------
@@ -55,8 +55,6 @@ def unpack_projections(state: StateDict, spec: AttentionSpec) -> dict[str, Tenso
 
 
 # -- Weights from a checkpoint, or from a state dict that `torch.save` wrote -----------------------
-
-_PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def read_weights(
@@ -146,7 +144,7 @@ def read_state(path: Path, prefix: str = "") -> StateDict:
 
     The path is a state dict that `torch.save` wrote, by its ending, or what `checkpoint_files` takes.
     """
-    if path.suffix in _PICKLED:
+    if path.suffix in PICKLED:
         state = _read_pickled(path)
     else:
         state = {name: _read(file, name) for name, file in checkpoint_files(path).items()}

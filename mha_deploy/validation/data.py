@@ -40,8 +40,6 @@ from mha_deploy.status import EMPTY_ORACLE, Kind, Outcome, Reason, means
 from mha_deploy.validation.decode import admits
 from mha_deploy.validation.runtimes import Runtime, refuse_without_torch, torch_device
 
-Arrays = Mapping[str, np.ndarray]
-
 # -- What the report says of it --------------------------------------------------------------------
 
 

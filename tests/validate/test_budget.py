@@ -687,7 +687,7 @@ def test_samples_of_two_values_are_those_of_each_alone():
 )
 def test_a_gemm_is_rounded_as_the_matmul_of_what_it_transposes(options, sizes):
     rows, terms, columns = sizes
-    text = '<ir_version: 10, opset_import: ["": 23]> gemm (double[I, J] a, double[K, L] b) => (double[M, N] y)'
+    text = '<ir_version: 10, opset_import: ["": 23]> g (double[I, J] a, double[K, L] b) => (double[M, N] y)'
     gemm, matmul = (
         FileProgram(ir.from_onnx_text(f"{text} {{ y = {each} (a, b) }}"))
         for each in (f"Gemm <{options}>", "MatMul")
