@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +15,7 @@ from mha_deploy.bundle.cases import GoldenCase, entries_from, first_new_entries
 from mha_deploy.bundle.sizes import is_mask
 from mha_deploy.metrics import EVERYWHERE, Budget, Deviation, ToHeads, budget_from_samples, measure
 from mha_deploy.model.precision import Precision, smallest_normal
-from mha_deploy.status import EMPTY_ORACLE, Kind, Outcome, Reason, derive, means
+from mha_deploy.status import EMPTY_ORACLE, CaseKind, Kind, Outcome, Reason, derive, means
 from mha_deploy.text import reason_text
 
 # -- A cache is judged by its new entries; those that were valid before must come out as they were --
@@ -54,8 +54,6 @@ def new_entries(
 
 
 Share = Annotated[float, Meta(ge=0)]
-CaseKind = Literal["golden", "fresh", "sweep", "probe", "layers", "served"]
-"""Where cases come from."""
 
 
 class OutputVerdict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,7 +126,7 @@ class ParityReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             "which inputs; `probe`: large tokens at the edges of masks, windows and caches; "
             "`layers`: every attention by itself; `served`: golden cases or prompts under load"
         ),
-    ] = "golden"
+    ] = CaseKind.GOLDEN
     outcome: Annotated[Outcome, means("the outcome of all verdicts together")] = Outcome.NOT_VERIFIED
     accumulation: Annotated[Accumulation, means("what the budget assumes")] = Accumulation()
     verdicts: Annotated[tuple[OutputVerdict, ...], means("one for every output of every case")]

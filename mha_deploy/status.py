@@ -151,6 +151,17 @@ class Kind(Word):
     MODULE_NOT_USED = "module not used"
 
 
+class CaseKind(Word):
+    """Where cases come from."""
+
+    GOLDEN = "golden"
+    FRESH = "fresh"
+    SWEEP = "sweep"
+    PROBE = "probe"
+    LAYERS = "layers"  # the results of single attentions, beside those of a whole model
+    SERVED = "served"
+
+
 class Section(Word):
     """The part of a report that has the evidence of a finding."""
 
@@ -281,7 +292,7 @@ class Place(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
 
     runner: Annotated[str | None, means("the runtime or server, with its version")] = None
     engine: Annotated[str | None, means("name of the engine")] = None
-    cases: Annotated[str | None, means("the kind of cases, as in `parity`")] = None
+    cases: Annotated[CaseKind | None, means("the kind of cases, as in `parity`")] = None
     case: Annotated[str | None, means("name of the case")] = None
     output: Annotated[str | None, means("name of the output, or of the attention")] = None
     check: Annotated[

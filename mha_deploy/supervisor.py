@@ -26,11 +26,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from mha_deploy.errors import EXIT_BAD_INPUT, EXIT_INTERNAL_ERROR
+
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS)
 _GRACE_S = 2.0  # how long after a deadline code may still end by itself
 _TEARDOWN_S = 20.0  # how long a process may take to end after it has given its exit code
-_BUG, _BAD_INPUT = 70, 2
 _FIELDS = struct.Struct("=dii?")  # deadline, exit code or _NONE, length of the place, whether stdout has text
 _NONE = -1
 
@@ -215,7 +216,7 @@ def _watch(worker: int, page: Page) -> int:
                 )
             os.kill(worker, signal.SIGKILL)
             os.waitpid(worker, 0)
-            return _BAD_INPUT if late else page.code or 0
+            return EXIT_BAD_INPUT if late else page.code or 0
     if page.code is not None:
         return page.code
     ended = os.waitstatus_to_exitcode(status)
@@ -230,15 +231,15 @@ def _watch(worker: int, page: Page) -> int:
         hint = "run that code by itself to see why; raise an exception there to refuse an input"
         graph_hint = "smaller axes, or `mha-deploy inspect FILE.onnx` for an operator of which it may be"
         _report(page, how, hint if page.part is UserPart.CODE else graph_hint)
-        return _BAD_INPUT
+        return EXIT_BAD_INPUT
     if ended < 0 and -ended not in _CRASHES:
         _report(page, how, "more memory, if it was the system that ended it", 128 - ended)
         return 128 - ended
-    _report(page, how, "report it with these lines", _BUG)
-    return _BUG
+    _report(page, how, "report it with these lines", EXIT_INTERNAL_ERROR)
+    return EXIT_INTERNAL_ERROR
 
 
-def _report(page: Page, how: str, hint: str, code: int = _BAD_INPUT) -> None:
+def _report(page: Page, how: str, hint: str, code: int = EXIT_BAD_INPUT) -> None:
     """Print an error as the command line does."""
     got = _line(page) or page.place or "no line of a model is known"
     what = f"{page.part.value if page.place else 'mha-deploy'} {how}."

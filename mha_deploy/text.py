@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import TypeVar
 
-from mha_deploy.status import Finding, Gap, Kind, Reason
+from mha_deploy.status import CaseKind, Finding, Gap, Kind, Reason
 
 # -- Numbers ---------------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ def reason_and_hint(
 def _about_outputs(finding: Finding) -> str:
     place, count = finding.place, finding.numbers
     status = "wrong" if finding.kind is Kind.WRONG_OUTPUTS else "not verified"
-    what = "attentions" if place.cases == "layers" else "outputs"
+    what = "attentions" if place.cases is CaseKind.LAYERS else "outputs"
     first = f"{place.case}/{place.output}: {reason_and_hint(finding.reason, share=count.get('share'))}"
     not_run = count.get("not_run", 0)  # those have no result that could be wrong
     judged, parts = f" of {count['judged']:.0f} {what}", list[str]()

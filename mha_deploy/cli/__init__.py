@@ -26,13 +26,17 @@ import click
 from mha_deploy import environment, supervisor
 from mha_deploy.cli import verbs
 from mha_deploy.cli.help import CommandGroup
-from mha_deploy.errors import EXIT_BAD_INPUT, DeployError, out_of_memory
+from mha_deploy.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_INTERNAL_ERROR,
+    EXIT_INTERRUPTED,
+    DeployError,
+    out_of_memory,
+)
 from mha_deploy.files import check_name
 from mha_deploy.supervisor import interruptions
 from mha_deploy.text import printable
 
-EXIT_INTERNAL_ERROR = 70
-EXIT_INTERRUPTED = 130
 # The sizes of a layer, which are in its spec.
 _SIZES = (
     "--heads", "--num-heads", "--kv-heads", "--num-kv-heads", "--head-dim", "--head-size", "--hidden-size",

@@ -22,7 +22,7 @@ from mha_deploy.model.precision import EIGHT_BITS
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.report import table as tables
 from mha_deploy.report.table import Cell, Data, Table, prompts_text, table
-from mha_deploy.status import Outcome
+from mha_deploy.status import CaseKind, Outcome
 from mha_deploy.text import (
     budget_share,
     engine_reason_text,
@@ -507,7 +507,7 @@ def _passed_renderable(run: Data) -> Text:
     """What passed, in a line: `ort-cpu 1.23: 5 outputs of golden cases ≤ 38% of the budget`."""
     shares = [verdict["share"] for verdict in run["verdicts"] if verdict["share"] is not None]
     count, within = len(run["verdicts"]), f" ≤ {max(shares):.0%} of the budget" if shares else ""
-    if run["cases"] == tables.LAYERS:
+    if run["cases"] == CaseKind.LAYERS:
         what = plural(count, "attention")
     else:
         what = f"{plural(count, 'output')} of {run['cases']} cases"
@@ -527,7 +527,7 @@ def parity_renderable(run: Data, *, verbose: bool = True) -> RenderableType:
         lines = [_passed_renderable({**run, "verdicts": good})] if good else []
         return Group(_failed_renderable({**run, "verdicts": failures}), *lines)
     built, noun, right = _parity_table(run), "outputs", "within budget"
-    if run["cases"] == tables.LAYERS:
+    if run["cases"] == CaseKind.LAYERS:
         noun, right = "attentions", "right"
     count, failed = len(run["verdicts"]), _not_passed(run)
     is_wrong = run["outcome"] == Outcome.FAILED
@@ -575,7 +575,7 @@ def _alike_renderables(runs: Sequence[Data], *, verbose: bool) -> list[Renderabl
 
 
 def _parity_table(run: Data, explained: Sequence[Data] | None = None) -> Table:
-    is_inside = run["cases"] == tables.LAYERS
+    is_inside = run["cases"] == CaseKind.LAYERS
     return _layers_table(run, explained) if is_inside else tables.parity_table([run], explained)
 
 

@@ -32,8 +32,8 @@ from mha_deploy.graph.roles import CARRIES, MOVES
 Q, K, V, MASK, PAST_KEY, PAST_VALUE, NONPAD_KV_SEQLEN = range(7)
 Y, PRESENT_KEY, PRESENT_VALUE, QK_OUTPUT = range(4)
 
-INPUT_ROLES = ("Q", "K", "V", "mask", "past", "past_values", "lengths")
-"""The names under which the functions on arrays take the inputs, in their order."""
+INPUT_ROLES = ("Q", "K", "V", "mask", "past_key", "past_value", "lengths")
+"""What the inputs are called, in their order."""
 
 OF_WEIGHTS = 3
 """The `qk_matmul_output_mode` whose output is the weights: the result of the softmax."""

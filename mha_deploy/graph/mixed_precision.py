@@ -266,7 +266,7 @@ def accepted_type(
 
 # -- The largest intermediate number of an operator that accumulates -------------------------------
 
-_SCORE_ROLES = ("Q", "K", "V", "past", "lengths")
+_SCORE_ROLES = ("Q", "K", "V", "past_key", "lengths")
 _SUMS = ("ReduceSum", "ReduceMean", "ReduceL1", "GlobalAveragePool")
 _SQUARES = ("ReduceSumSquare", "ReduceL2", "LpNormalization")
 
@@ -330,14 +330,14 @@ def queries_and_keys(
     attention: AttentionNode, inputs: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Queries [B, Hq, S, D] and all keys [B, Hkv, T, D], in a type that holds their matmul."""
-    keys = [inputs[role] for role in ("K", "past") if role in inputs]
+    keys = [inputs[role] for role in ("K", "past_key") if role in inputs]
     sizes = [float(np.abs(array).max(initial=0.0)) for array in (inputs["Q"], *keys)]
     bound = sizes[0] * max(sizes[1:]) * inputs["Q"].shape[-1]
     # BF16 and FP32 tensors may be so large that their matmul does not fit float32.
     kind = np.dtype(np.float32 if bound < float(np.finfo(np.float32).max) else np.float64)
     k = an.by_head(inputs["K"], attention.Hkv).astype(kind)
     if attention.has_past:
-        k = np.concatenate((inputs["past"].astype(kind), k), axis=2)
+        k = np.concatenate((inputs["past_key"].astype(kind), k), axis=2)
     return an.by_head(inputs["Q"], attention.Hq).astype(kind), k
 
 

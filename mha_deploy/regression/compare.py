@@ -23,7 +23,7 @@ from mha_deploy.output import IsOurs, is_junit, is_page, write_files
 from mha_deploy.report import SavableResult
 from mha_deploy.report.page import JUnitTest, junit, sections_page
 from mha_deploy.report.table import Cell, Group, RawRow, Table, markdown, markdown_text, table
-from mha_deploy.status import Gap, Kind, Outcome, Word
+from mha_deploy.status import CaseKind, Gap, Kind, Outcome, Word
 from mha_deploy.text import (
     NOTHING,
     budget_share,
@@ -37,7 +37,6 @@ from mha_deploy.text import (
 )
 from mha_deploy.validation.conformance import ConformanceTable
 from mha_deploy.validation.decode import DecodeRecord
-from mha_deploy.validation.fault import LAYERS
 from mha_deploy.validation.fp16_range import RangeReport
 from mha_deploy.validation.invariance import InvarianceCheck
 from mha_deploy.validation.records import (
@@ -1135,7 +1134,7 @@ def _with_old_names(old: ModelResult, new: ModelResult) -> ModelResult:
 
     runs = [
         run
-        if run.cases != LAYERS
+        if run.cases is not CaseKind.LAYERS
         else structs.replace(
             run,
             verdicts=[structs.replace(v, output=names.get(v.output, v.output)) for v in run.verdicts or ()],
@@ -1159,7 +1158,7 @@ def _attentions(result: ModelResult) -> list[str]:
     """The names of all attentions, in the order of the graph."""
     nodes = [node.node for engine in result.engines or () for node in engine.nodes or ()]
     nodes += [node.node for node in result.range.nodes] if result.range else []
-    inside = [run for run in result.parity or () if run.cases == LAYERS]
+    inside = [run for run in result.parity or () if run.cases is CaseKind.LAYERS]
     nodes += [verdict.output for run in inside for verdict in run.verdicts or ()]
     nodes += [gap.attention or "" for gap in _gaps(result)]
     return list(dict.fromkeys(filter(None, nodes)))

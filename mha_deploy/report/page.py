@@ -19,7 +19,7 @@ from mha_deploy.output import GENERATOR
 from mha_deploy.report import charts
 from mha_deploy.report import table as tables
 from mha_deploy.report.charts import Data, Look
-from mha_deploy.status import Outcome
+from mha_deploy.status import CaseKind, Outcome
 from mha_deploy.text import (
     NOTHING,
     budget_share,
@@ -103,8 +103,8 @@ def _parity(data: Data) -> list[Part]:
         "Errors are relative to the FP64 oracle. A budget is three times the largest error that random "
         "rounding causes in the source model."
     )
-    runs = [run for run in data["parity"] if run["cases"] != tables.LAYERS]
-    inside = [run for run in data["parity"] if run["cases"] == tables.LAYERS and run["verdicts"]]
+    runs = [run for run in data["parity"] if run["cases"] != CaseKind.LAYERS]
+    inside = [run for run in data["parity"] if run["cases"] == CaseKind.LAYERS and run["verdicts"]]
     whole = _checks(tables.parity_table(runs)) if runs else []
     return [("lead", note), *whole, *(_checks(tables.layers_table(inside)) if inside else [])]
 
@@ -398,7 +398,7 @@ def _value(value: object) -> str:
 def key_figures(data: Data) -> list[tuple[str, str | list[str]]]:
     """The run in a few figures."""
     gpu, runs = data["environment"]["gpu"], data["parity"]
-    judged = [verdict for run in runs if run["cases"] != tables.LAYERS for verdict in run["verdicts"]]
+    judged = [verdict for run in runs if run["cases"] != CaseKind.LAYERS for verdict in run["verdicts"]]
     right = sum(verdict["outcome"] == Outcome.PASSED for verdict in judged)
     every = [verdict for run in runs for verdict in run["verdicts"]]
     shares = [verdict["share"] for verdict in every if verdict["share"] is not None]
@@ -422,7 +422,7 @@ def _attention(model: Data, parity: Sequence[Data]) -> str:
     heads, shared, width = spec.get("Hq"), spec.get("Hkv"), spec.get("D")
     if heads and shared and width:
         return f"{model['kind']}, {heads}/{shared} heads of {width}"
-    inside = [run["verdicts"] for run in parity if run["cases"] == tables.LAYERS]
+    inside = [run["verdicts"] for run in parity if run["cases"] == CaseKind.LAYERS]
     if inside:  # the runtime in which the fewest are right
         right, of = min(
             (sum(each["outcome"] == Outcome.PASSED for each in verdicts), len(verdicts))

@@ -307,9 +307,6 @@ def share_cell(share: float | None, *, failed: bool = False) -> Cell:
 
 # -- Parity ----------------------------------------------------------------------------------------
 
-LAYERS = "layers"
-"""The set of cases that holds the results of single attentions, beside those of a whole model."""
-
 _ERRORS = ("#rel. L2", "#worst vector|vector", "#slice", "#gain", "+#1 − cos", "#budget used|used")
 
 

@@ -23,7 +23,7 @@ from mha_deploy.options import OnName, Step, silent
 from mha_deploy.runtime.child import RuntimeCrash
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import KernelTime, Timing, TimingPlan
-from mha_deploy.status import Kind, Outcome, Reason
+from mha_deploy.status import CaseKind, Kind, Outcome, Reason
 from mha_deploy.text import reason_text
 from mha_deploy.threads import on_a_thread
 from mha_deploy.validation.decode import DecodeReport, admits, evaluate_trace
@@ -201,7 +201,7 @@ class EvaluationPlan:
 
     spec: ModelSpec  # the layer
     precision: Precision  # its precision, which sets the budgets
-    cases: Mapping[str, Sequence[GoldenCase]]  # cases by kind: `golden`, `sweep`, `fresh`
+    cases: Mapping[CaseKind, Sequence[GoldenCase]]  # cases by kind: `golden`, `sweep`, `fresh`
     timed: Sequence[GoldenCase] = ()  # the cases to time it on
     invariance: bool = False  # whether batch elements must not depend on their place; on golden cases
     timing: TimingPlan = field(default_factory=TimingPlan)
@@ -221,7 +221,7 @@ class Evaluation:
     # What has verdicts, such as the runner, by name: the same without its version
     titles: Mapping[str, str] = field(default_factory=dict)
     # The cases it was judged on, by kind
-    cases: Mapping[str, Sequence[GoldenCase]] = field(default_factory=dict, repr=False)
+    cases: Mapping[CaseKind, Sequence[GoldenCase]] = field(default_factory=dict, repr=False)
     outside: tuple[str, ...] = ()  # names of the cases and traces that its profiles do not admit
     parity: tuple[ParityReport, ...] = ()  # the verdicts, one report for each kind of cases
     invariance: tuple[InvarianceCheck, ...] = ()  # whether batch elements depend on their place
@@ -275,10 +275,10 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnName = silent) -
     with runtime.open() as runner:
         plan = replace(plan, precision=replace(plan.precision, accumulate=accumulation.type))
         heatmaps: list[Heatmap] = []
-        cases, outside, parity = dict[str, list[GoldenCase]](), list[str](), list[ParityReport]()
-        judged = dict[str, list[Future[list[OutputVerdict]]]]()
+        cases, outside, parity = dict[CaseKind, list[GoldenCase]](), list[str](), list[ParityReport]()
+        judged = dict[CaseKind, list[Future[list[OutputVerdict]]]]()
 
-        def by_kind() -> Iterator[tuple[str, Sequence[GoldenCase]]]:
+        def by_kind() -> Iterator[tuple[CaseKind, Sequence[GoldenCase]]]:
             nonlocal plan
             yield from (first := plan.cases).items()
             if plan.complete is not None:
@@ -298,7 +298,7 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnName = silent) -
                 # A case is judged while the next one is drawn, or runs.
                 last = on_a_thread(_run(runtime, runner, case, plan, heatmaps), after=last)
                 judged[kind].append(last)
-                if kind != "golden" or plan.complete is None:  # those are small
+                if kind is not CaseKind.GOLDEN or plan.complete is None:  # those are small
                     wait(judged[kind][:-1])  # no more than two cases are held
         for kind, futures in judged.items():
             verdicts = [verdict for each in futures for verdict in each.result()]
@@ -309,7 +309,7 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnName = silent) -
         checks: tuple[InvarianceCheck, ...] = ()
         if plan.invariance and runtime.family == TENSORRT:
             on_step(Step(runtime.name, "batch elements in other slots"))
-            checks = invariance_from_runner(runner, cases.get("golden", ()), plan.spec, plan.precision)
+            checks = invariance_from_runner(runner, cases.get(CaseKind.GOLDEN, ()), plan.spec, plan.precision)
         decoded: list[DecodeReport] = []
 
         def progress(trace: DecodeTrace, step: int) -> None:

@@ -48,7 +48,7 @@ from mha_deploy.options import OnName, OnStep, Step, silent, uncounted
 from mha_deploy.runtime import RUNNERS, available_cpu_runtime, open_runner
 from mha_deploy.runtime.runner import Arrays, Runner
 from mha_deploy.runtime.user_code import refuse_without_factory
-from mha_deploy.status import Kind, Outcome, Reason, Word, derive, means
+from mha_deploy.status import CaseKind, Kind, Outcome, Reason, Word, derive, means
 from mha_deploy.text import reason_text
 from mha_deploy.validation.decode import admits
 from mha_deploy.validation.runtimes import RuntimeFinder
@@ -164,7 +164,6 @@ def graph_at_fault(runtime: str, share: float | None) -> FaultReport:
     return FaultReport(at_fault=GRAPH, explanation=_EXPLANATIONS[GRAPH], trials=(trial,))
 
 
-LAYERS = "layers"
 ReferenceValues = Callable[[Sequence[str]], Arrays]
 """Gives what values of the graph must be, by their names; those it does not know are left out."""
 
@@ -196,7 +195,13 @@ def layers_case(bundle: Bundle) -> GoldenCase | None:
     }
     refuse_implausible(entry.file, oracle, eager, precision, baselines)
     reference = Reference(oracle, entry.source)
-    return replace(read_case(bundle, golden), name=LAYERS, oracle=reference, eager=eager, baselines=baselines)
+    return replace(
+        read_case(bundle, golden),
+        name=CaseKind.LAYERS.value,
+        oracle=reference,
+        eager=eager,
+        baselines=baselines,
+    )
 
 
 def layer_parity(
@@ -220,7 +225,7 @@ def layer_parity(
         model=bundle.manifest.spec.name,
         precision=precision,
         runtime=runner.name,
-        cases=LAYERS,
+        cases=CaseKind.LAYERS,
         accumulation=accumulation,
     )
 

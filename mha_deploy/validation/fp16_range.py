@@ -135,7 +135,7 @@ class Meter:
         figures.not_finite += tuple(broken)
         if broken:
             return
-        for role, past in {"Q": "", "K": "past", "V": "past_values"}.items():
+        for role, past in {"Q": "", "K": "past_key", "V": "past_value"}.items():
             sizes = (float(np.abs(inputs[each]).max(initial=0.0)) for each in (role, past) if each in inputs)
             figures.tensors[role] = max(figures.tensors[role], *sizes)
         q, k = queries_and_keys(self.node, inputs)

@@ -36,7 +36,7 @@ from mha_deploy.runtime.cuda import find_gpu, open_gpu
 from mha_deploy.runtime.runner import Runner
 from mha_deploy.runtime.timing import TimingPlan
 from mha_deploy.runtime.user_code import refuse_without_factory
-from mha_deploy.status import Outcome
+from mha_deploy.status import CaseKind, Outcome
 from mha_deploy.text import summarize_names
 from mha_deploy.threads import on_a_thread
 from mha_deploy.validation import evaluate, runtimes
@@ -91,7 +91,7 @@ def validate_bundle(
 
 def draw_cases(
     bundle: Bundle, options: ValidateOptions, on_step: OnName
-) -> tuple[dict[str, Sequence[GoldenCase]], tuple[Unavailable, ...]]:
+) -> tuple[dict[CaseKind, Sequence[GoldenCase]], tuple[Unavailable, ...]]:
     """The cases that are drawn besides the golden ones, by kind; and what could not be drawn."""
     validation = _Validator(bundle, options, on_step)
     manifest = bundle.manifest
@@ -193,7 +193,7 @@ class _Validator:
         return EvaluationPlan(
             spec=manifest.spec,
             precision=manifest.precision,
-            cases={"golden": self.golden},
+            cases={CaseKind.GOLDEN: self.golden},
             timed=usual if timing else [],
             invariance=True,
             timing=TimingPlan(samples=options.samples),
@@ -271,10 +271,11 @@ class _Validator:
         any_size = None if options.probe is not False else False  # like probes, unless they are not wanted
         # Whoever lets the factory of a model run wants what only it can make.
         may_draw = drawn or (isolation.trust_code and bool(self.bundle.manifest.spec.factory))
+        may_sweep = bool(engines) and can_import("torch")
         kinds = (
-            ("sweep", "the sweep", self._draw_sweep, options.sweep, bool(engines) and can_import("torch")),
-            ("probe", "probe inputs", self._draw_probes, options.probe, drawn),
-            ("fresh", "fresh inputs", self._draw_random, options.fresh > 0 or any_size, may_draw),
+            (CaseKind.SWEEP, "the sweep", self._draw_sweep, options.sweep, may_sweep),
+            (CaseKind.PROBE, "probe inputs", self._draw_probes, options.probe, drawn),
+            (CaseKind.FRESH, "fresh inputs", self._draw_random, options.fresh > 0 or any_size, may_draw),
         )
         for kind, title, draw, requested, by_default in kinds:
             if not requested and not (requested is None and by_default):
@@ -289,7 +290,7 @@ class _Validator:
                     self.finder.absent.append(found)
                 self._undrawn.append(error)
         return replace(
-            plan, cases=cases, traces=[*plan.traces, *(self._probe_trace if "probe" in cases else ())]
+            plan, cases=cases, traces=[*plan.traces, *(self._probe_trace if CaseKind.PROBE in cases else ())]
         )
 
     def _draw_probes(self, profiles: Sequence[Mapping[str, Axis]]) -> list[GoldenCase]:

@@ -18,7 +18,7 @@ from mha_deploy.metrics import Budget
 from mha_deploy.options import OnName, ValidateOptions, silent
 from mha_deploy.runtime import cpu_runtime, open_runner
 from mha_deploy.runtime.runner import Runner
-from mha_deploy.status import Kind, Outcome, Reason, derive
+from mha_deploy.status import CaseKind, Kind, Outcome, Reason, derive
 from mha_deploy.validation.decode import DecodeReport, case_budgets, evaluate_trace, traces_of
 from mha_deploy.validation.error_map import output_projection
 from mha_deploy.validation.fault import layer_parity
@@ -113,7 +113,10 @@ def self_test(bundle: Bundle, runtime: str | None = None, *, on_mutation: OnName
     """
     manifest, model = bundle.manifest, load_graph(bundle.model_path)
     drawn, _ = draw_cases(bundle, ValidateOptions(sweep=False), lambda step: None)
-    cases, traces = [*golden_cases(bundle), *drawn.get("probe", ())], traces_of(bundle, ValidateOptions())
+    cases, traces = (
+        [*golden_cases(bundle), *drawn.get(CaseKind.PROBE, ())],
+        traces_of(bundle, ValidateOptions()),
+    )
 
     budgets: dict[str, dict[str, Budget]] = {}
     open_graph = partial(open_runner, runtime or cpu_runtime(manifest.precision))

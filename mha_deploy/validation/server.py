@@ -26,7 +26,7 @@ from mha_deploy.judge import OutputVerdict, ParityReport, failed_to_run, judge_c
 from mha_deploy.options import OnStep, Step, ValidateOptions, silent, uncounted
 from mha_deploy.runtime.kserve import TIMEOUT, UNREACHABLE, ServerError, ServerRunner, joined, served_name
 from mha_deploy.runtime.runner import Arrays
-from mha_deploy.status import Outcome
+from mha_deploy.status import CaseKind, Outcome
 from mha_deploy.text import group_by, plural
 from mha_deploy.validation.decode import DecodeReport, evaluate_trace, run_decode_loop, traces_of
 from mha_deploy.validation.evaluate import Evaluation
@@ -83,7 +83,7 @@ class _ServerValidation:
             notes = (f"{kept}; the decode traces were replayed",)
         else:
             drawn, absent = draw_cases(self.bundle, options, uncounted(on_step))
-            kinds = {"golden": golden, **drawn}
+            kinds = {CaseKind.GOLDEN: golden, **drawn}
             runner.most_bytes = self._largest_answer(kinds.values(), traces)
             for kind, cases in kinds.items():
                 on_step(Step(runner.model, f"{kind} cases"), 0, 0)
@@ -100,7 +100,9 @@ class _ServerValidation:
             points.append(load.point(steps if runner.keeps_cache else verdicts))
             # Every repetition is judged; of each output the worst one is shown.
             if verdicts:
-                parity.append(self._parity(_worst(verdicts, lambda v: (v.case, v.output)), "served", clients))
+                parity.append(
+                    self._parity(_worst(verdicts, lambda v: (v.case, v.output)), CaseKind.SERVED, clients)
+                )
             decode += [replace(r, runtime=self._label(clients)) for r in _worst(reports, lambda r: r.trace)]
             if load.gone.is_set():
                 break
@@ -108,7 +110,7 @@ class _ServerValidation:
             runtime=Runtime(name=runner.model, family=SERVER, open=lambda: runner),
             runner=runner.name,
             titles={self._label(each): self._label(each, title=True) for each in (1, *options.clients)},
-            cases={"golden": golden},
+            cases={CaseKind.GOLDEN: golden},
             parity=tuple(parity),
             decode_reports=tuple(decode),
         )
@@ -130,7 +132,7 @@ class _ServerValidation:
         runner = self.runner.title if title else self.runner.name
         return runner + (f", {clients} clients" if clients > 1 else "")
 
-    def _parity(self, verdicts: Sequence[OutputVerdict], cases: str, clients: int = 1) -> ParityReport:
+    def _parity(self, verdicts: Sequence[OutputVerdict], cases: CaseKind, clients: int = 1) -> ParityReport:
         return parity_from_verdicts(
             verdicts,
             runtime=self._label(clients),

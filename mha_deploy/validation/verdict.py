@@ -28,12 +28,12 @@ from mha_deploy.runtime.tensorrt.engine_verdict import (
     PrecisionVerdict,
     ReasonKind,
 )
-from mha_deploy.status import Finding, Gap, Kind, Outcome, Place, Reason, Section, Severity
+from mha_deploy.status import CaseKind, Finding, Gap, Kind, Outcome, Place, Reason, Section, Severity
 from mha_deploy.text import absent_text, engine_reason_text, finding_text, gap_text, group_by, plural
 from mha_deploy.validation.conformance import ConformanceTable
 from mha_deploy.validation.data import DataRecord
 from mha_deploy.validation.evaluate import Evaluation, LatencyPoint
-from mha_deploy.validation.fault import LAYERS, FaultReport
+from mha_deploy.validation.fault import FaultReport
 from mha_deploy.validation.fp16_range import NodeRange, RangeFinding, RangeKind, RangeReport, RangeStatus
 from mha_deploy.validation.records import (
     NOT_SENT,
@@ -183,8 +183,8 @@ def _is_deployed(evaluation: Evaluation) -> bool:
 
 def _is_probed(evaluation: Evaluation) -> bool:
     """Whether a runtime was judged on large tokens; imports have a golden case for it."""
-    golden = (case.name for case in evaluation.cases.get("golden", ()))
-    return bool(evaluation.cases.get("probe")) or "probe" in golden
+    golden = (case.name for case in evaluation.cases.get(CaseKind.GOLDEN, ()))
+    return bool(evaluation.cases.get(CaseKind.PROBE)) or "probe" in golden
 
 
 def _found(level: Severity, section: Section, kind: Kind, **about: Any) -> Finding:
@@ -391,7 +391,9 @@ def find_uncovered(
         sizes = [one.sizes for one in each.verdicts if one.passed or (one.is_wrong and one.ran)]
         if each.not_decoded_because is not None:
             found.append(Gap(kind=Kind.STEPS_NOT_COVERED, name=name))
-        inside = {v.output for report in each.parity if report.cases == LAYERS for v in report.verdicts}
+        inside = {
+            v.output for report in each.parity if report.cases is CaseKind.LAYERS for v in report.verdicts
+        }
         kinds = {report.accumulation.type for report in each.parity}
         hidden = [one for one in observed if any(map(one.is_hidden, kinds)) and one.name not in inside]
         found += [
@@ -540,7 +542,7 @@ def _headline(
 
 def _outputs(evaluation: Evaluation) -> str:
     outputs, attentions = (
-        [v.passed for r in evaluation.parity if (r.cases == LAYERS) is inside for v in r.verdicts]
+        [v.passed for r in evaluation.parity if (r.cases is CaseKind.LAYERS) is inside for v in r.verdicts]
         for inside in (False, True)
     )
     text = f"{evaluation.label}: {sum(outputs)}/{len(outputs)} outputs within budget"
@@ -609,7 +611,7 @@ def _share(verdict: OutputVerdict) -> float:
 def _place(report: ParityReport, worst: OutputVerdict) -> tuple[object, ...]:
     """What all reports of one sentence share: where the worst output is, and what is wrong there."""
     why = None if worst.reason is None else worst.reason.kind
-    return report.cases == LAYERS, worst.case, worst.output, why
+    return report.cases is CaseKind.LAYERS, worst.case, worst.output, why
 
 
 def _about_engines(

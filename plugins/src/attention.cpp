@@ -17,7 +17,6 @@ constexpr uint32_t kMagic = 0x4141484dU;  // "MHAA"
 constexpr uint32_t kVersion = 5;
 
 // 16 bytes: what one load of the attention kernels takes.
-constexpr int32_t kElementsOfLoad = 8;
 constexpr int32_t kLargestHead = 256;
 constexpr int32_t kMostHeads = 65535;
 constexpr float kLeastMaskedScale = 1e-6F;

@@ -18,6 +18,9 @@ namespace mha_deploy {
 
 enum class Type : int32_t { kHalf = 0, kBFloat16 = 1 };
 
+// Numbers of these types in the 16 bytes that a thread loads at once.
+inline constexpr int32_t kElementsOfLoad = 8;
+
 // Where the diagonal of a causal attention ends: in the upper left or in the lower right corner of the
 // scores.
 enum class Causal : int32_t { kNone = 0, kTopLeft = 1, kBottomRight = 2, kLast = kBottomRight };

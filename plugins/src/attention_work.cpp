@@ -19,7 +19,6 @@
 namespace mha_deploy {
 namespace {
 
-constexpr int64_t kElementsOfLoad = 8;
 constexpr std::uintptr_t kScratchAlignment = 16;
 constexpr int64_t kMostBatches = 65535;  // of a launch grid
 constexpr unsigned kThreads = 128;

@@ -31,7 +31,6 @@ using CreatorInterface = nvinfer1::IPluginCreator;
 #define MHA_DEPLOY_CUDNN_FRONTEND \
     MHA_DEPLOY_DOTTED( \
         CUDNN_FRONTEND_MAJOR_VERSION, CUDNN_FRONTEND_MINOR_VERSION, CUDNN_FRONTEND_PATCH_VERSION)
-#define MHA_DEPLOY_PLUGIN(name) "{\"name\": \"" name "\", \"version\": \"1\", \"namespace\": \"mha_deploy\"}"
 
 namespace {
 
@@ -47,6 +46,22 @@ CreatorInterface* const* interfaces(int32_t& count) {
     static std::array<CreatorInterface*, 3> const all{creators()[0], creators()[1], creators()[2]};
     count = static_cast<int32_t>(all.size());
     return all.data();
+}
+
+// MHA_DEPLOY_VERSION and MHA_DEPLOY_ARCHITECTURES come from the build, the other versions from the headers.
+std::string description() {
+    std::string plugins;
+    for (Creator* const creator : creators()) {
+        plugins += plugins.empty() ? "" : ", ";
+        plugins += std::string("{\"name\": \"") + creator->getPluginName() + "\", \"version\": \""
+                   + mha_deploy::trt::kPluginVersion + "\", \"namespace\": \""
+                   + mha_deploy::trt::kPluginNamespace + "\"}";
+    }
+    return "{\"library\": \"mha_deploy_plugins\", \"version\": \"" MHA_DEPLOY_VERSION "\""
+           ", \"interface\": \"" MHA_DEPLOY_INTERFACE "\""
+           ", \"tensorrt\": \"" MHA_DEPLOY_TENSORRT "\""
+           ", \"cudnn_frontend\": \"" MHA_DEPLOY_CUDNN_FRONTEND "\""
+           ", \"plugins\": [" + plugins + "], \"architectures\": [" MHA_DEPLOY_ARCHITECTURES "]}";
 }
 
 // The logger that TensorRT itself uses.
@@ -121,13 +136,7 @@ extern "C" int32_t mha_deploy_fp8_attentions(int32_t with_fp8_kernel) {
     return with_fp8_kernel != 0 ? mha_deploy::counters.fp8 : mha_deploy::counters.not_fp8;
 }
 
-// MHA_DEPLOY_VERSION and MHA_DEPLOY_ARCHITECTURES come from the build, the other versions from the headers.
 extern "C" char const* mha_deploy_plugins_info() {
-    return "{\"library\": \"mha_deploy_plugins\", \"version\": \"" MHA_DEPLOY_VERSION "\""
-           ", \"interface\": \"" MHA_DEPLOY_INTERFACE "\""
-           ", \"tensorrt\": \"" MHA_DEPLOY_TENSORRT "\""
-           ", \"cudnn_frontend\": \"" MHA_DEPLOY_CUDNN_FRONTEND "\""
-           ", \"plugins\": [" MHA_DEPLOY_PLUGIN("MhaDeployAttention") ", "
-           MHA_DEPLOY_PLUGIN("MhaDeployLinear") ", " MHA_DEPLOY_PLUGIN("MhaDeployNormActivation") "]"
-           ", \"architectures\": [" MHA_DEPLOY_ARCHITECTURES "]}";
+    static std::string const info = description();
+    return info.c_str();
 }

@@ -14,7 +14,6 @@ namespace {
 
 constexpr uint32_t kMagic = 0x5241484dU;  // "MHAR"
 constexpr uint32_t kVersion = 3;
-constexpr int64_t kElementsOfLoad = 8;
 constexpr int64_t kMostThreads = 1024;
 constexpr int64_t kMostPieces = 4;  // of one thread
 

@@ -11,7 +11,6 @@
 namespace mha_deploy {
 namespace {
 
-constexpr int32_t kElementsOfLoad = 8;
 constexpr int64_t kMostBlocks = 65535;  // in the second and third direction of a launch
 // Blocks for each multiprocessor from which on larger tiles pay. Where there are fewer, smaller tiles give
 // work to more multiprocessors at the same time.

@@ -18,7 +18,7 @@ from mha_deploy.judge import OutputVerdict, ParityReport
 from mha_deploy.metrics import Budget, Deviation
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime.tensorrt.engine_verdict import FusionStatus, NodeVerdict
-from mha_deploy.status import Kind, Outcome, Reason
+from mha_deploy.status import CaseKind, Kind, Outcome, Reason
 from mha_deploy.validation.fp16_range import (
     Figures,
     NodeRange,
@@ -70,7 +70,8 @@ def layers(count, *, wrong=(), worst=None, name="blocks.{}.attention"):
         )
 
     verdicts = tuple(verdict(i) for i in range(count))
-    report = ParityReport(model="m", precision="fp16", runtime="ort-cpu 1", verdicts=verdicts, cases="layers")
+    about = {"model": "m", "precision": "fp16", "runtime": "ort-cpu 1", "cases": CaseKind.LAYERS}
+    report = ParityReport(**about, verdicts=verdicts)
     return as_plain(report)
 
 

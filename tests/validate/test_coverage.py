@@ -18,7 +18,7 @@ from mha_deploy.judge import Accumulation
 from mha_deploy.model.catalog import find_spec
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import ValidateOptions
-from mha_deploy.status import Kind, Severity
+from mha_deploy.status import CaseKind, Kind, Severity
 from mha_deploy.validation.verdict import coverage_findings, find_uncovered
 
 
@@ -109,7 +109,7 @@ def test_an_attention_that_no_output_shows_is_not_verified_unless_it_was_judged_
     (note,) = coverage_findings(gaps, ValidateOptions())
     assert note.reason.kind is Kind.ATTENTION_NOT_OBSERVED
     assert note.text.count("--weights") == 1
-    about = {"cases": "layers", "accumulation": Accumulation()}
+    about = {"cases": CaseKind.LAYERS, "accumulation": Accumulation()}
     inside = SimpleNamespace(verdicts=[SimpleNamespace(output="a")], **about)
     both = SimpleNamespace(**{**vars(ran), "parity": (*ran.parity, inside)})
     assert [gap.attention for gap in find_uncovered([both], [], AXES, observed=observed)] == ["b"]

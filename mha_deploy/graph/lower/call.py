@@ -134,14 +134,12 @@ class AttentionCall:
 Outputs = dict[int, ir.Value]
 """What replaces the outputs of a node, by position."""
 
-_INPUTS = ("q", "k", "v", "mask", "past_key", "past_value", "lengths")
-
 
 def read_call(node: ir.Node, *, opset: int | None = None) -> AttentionCall:
     """Read a node for lowering; refuse what ONNX does not allow or leaves open, and unknown head sizes."""
     attention, refuse = an.read_attention(node, opset=opset), partial(LoweringError, node=node)
     hint = "state the shapes of Q, K and V in the graph, and q_num_heads and kv_num_heads for 3-D inputs"
-    inputs: dict[str, Any] = {name: input_at(node, at) for at, name in enumerate(_INPUTS)}
+    inputs: dict[str, Any] = {role.lower(): input_at(node, at) for at, role in enumerate(an.INPUT_ROLES)}
     q, k, v, mask, past_key, past_value, lengths = inputs.values()
     if q is None or k is None or v is None or q.dtype is None or attention.rank not in (3, 4):
         raise refuse("query, key or value of unknown rank or type", got=f"rank {attention.rank}", hint=hint)
