@@ -292,7 +292,7 @@ class Place(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
 
     runner: Annotated[str | None, means("the runtime or server, with its version")] = None
     engine: Annotated[str | None, means("name of the engine")] = None
-    cases: Annotated[CaseKind | None, means("the kind of cases, as in `parity`")] = None
+    cases: Annotated[tuple[CaseKind, ...], means("the kinds of cases, as in `parity`")] = ()
     case: Annotated[str | None, means("name of the case")] = None
     output: Annotated[str | None, means("name of the output, or of the attention")] = None
     check: Annotated[

@@ -334,7 +334,7 @@ def reason_and_hint(
 def _about_outputs(finding: Finding) -> str:
     place, count = finding.place, finding.numbers
     status = "wrong" if finding.kind is Kind.WRONG_OUTPUTS else "not verified"
-    what = "attentions" if place.cases is CaseKind.LAYERS else "outputs"
+    what = "attentions" if CaseKind.LAYERS in place.cases else "outputs"
     first = f"{place.case}/{place.output}: {reason_and_hint(finding.reason, share=count.get('share'))}"
     not_run = count.get("not_run", 0)  # those have no result that could be wrong
     judged, parts = f" of {count['judged']:.0f} {what}", list[str]()
@@ -342,7 +342,7 @@ def _about_outputs(finding: Finding) -> str:
         parts.append(f"is {status} on {wrong:.0f}{judged}")
     if not_run:
         parts.append(f"has no result for {not_run:.0f}{'' if wrong else judged}")
-    return f"{place.runner} {' and '.join(parts)} ({place.cases}; {first})"
+    return f"{place.runner} {' and '.join(parts)} ({' and '.join(place.cases)}; {first})"
 
 
 def _about_decoding(finding: Finding) -> str:

@@ -581,7 +581,7 @@ def _about_runtimes(evaluations: Sequence[Evaluation], options: ValidateOptions)
                 numbers["not_run"] = not_run
             if math.isfinite(_share(worst)):
                 numbers["share"] = _share(worst)
-            cases = " and ".join(dict.fromkeys(report.cases for report in reports))
+            cases = tuple(dict.fromkeys(report.cases for report in reports))
             about = {"runner": each.label, "cases": cases, "numbers": numbers}
             about["required_by"] = required.get(outcome, ())
             yield _found(levels[outcome], Section.PARITY, outputs[outcome], **about, **at(worst))

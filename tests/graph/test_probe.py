@@ -74,7 +74,7 @@ def cached_inputs(layer, feeds, Q, K, V):
         past = feeds["past_key"], feeds["past_value"]
         positions = past[0].shape[2] + torch.arange(S)
         Q, K = layer.rotate(Q, K, positions)
-        first = {"Q": Q, "K": K, "V": V, "past": past[0], "past_values": past[1]}
+        first = {"Q": Q, "K": K, "V": V, "past_key": past[0], "past_value": past[1]}
         if spec.window is not None:
             first["mask"] = visible_from(positions, past[0].shape[2] + S, spec.window)[None, None]
         return first
