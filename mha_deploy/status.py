@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -207,6 +207,9 @@ class Reason(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit
     numbers: Annotated[Mapping[str, float], means("counts and figures by name")] = {}
 
 
+AxisEnd = Literal["min", "max"]
+
+
 class Gap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What was not judged: an engine, an attention, decode steps, a profile, probes, or sizes."""
 
@@ -222,9 +225,7 @@ class Gap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
     axis: Annotated[str | None, means("the axis whose sizes were not run")] = None
     least: Annotated[int | None, means("the first size that was not run")] = None
     most: Annotated[int | None, means("the last one")] = None
-    end: Annotated[
-        str, means("the end of the axis that these sizes reach to: `min` or `max`; omitted for `max`")
-    ] = "max"
+    end: Annotated[AxisEnd, means("the end of the axis that these sizes reach to; omitted for `max`")] = "max"
     # A second axis, where only the combination of both was not run: each of these with each of the first
     other_axis: Annotated[
         str | None,
@@ -232,7 +233,7 @@ class Gap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_de
     ] = None
     other_least: Annotated[int | None, means("the first size of the second axis")] = None
     other_most: Annotated[int | None, means("the last one")] = None
-    other_end: Annotated[str, means("the end of the second axis that they reach to")] = "max"
+    other_end: Annotated[AxisEnd, means("the end of the second axis that they reach to")] = "max"
     attention: Annotated[
         str | None, means("the attention that no output shows, and that was not judged by its own result")
     ] = None

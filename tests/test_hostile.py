@@ -405,7 +405,9 @@ def test_a_bundle_that_is_replaced_while_it_is_validated_is_refused(bundles, fol
 def engine_record(folder, plan):
     """The manifest of an engine that only TensorRT can read."""
     bundle = md.open_bundle(folder, verify=False).manifest
-    node = NodeVerdict(node="attention", profile=0, status=FusionStatus.FUSED, kernels=("k",), source="log")
+    node = NodeVerdict(
+        node="attention", profile=0, status=FusionStatus.FUSED, kernels=("k",), sources=("log",)
+    )
     return engine_manifest(
         [node],
         backend="tensorrt",

@@ -352,7 +352,7 @@ def _nodes_table(manifest: EngineManifest) -> Table:
     def kernel(node: NodeVerdict) -> Hashable:
         why = (without_numbers(str(part)) for each in node.reasons for part in structs.astuple(each))
         names = without_numbers(node.node), *map(without_hash, node.kernels)
-        return names, tuple(why), node.profile, node.status, node.source
+        return names, tuple(why), node.profile, node.status, node.sources
 
     rows, groups = [], group_by(manifest.verdict.nodes, kernel)
     for group in groups:
@@ -361,7 +361,7 @@ def _nodes_table(manifest: EngineManifest) -> Table:
         evidence = kernels[0] or _why(node.reasons) if len(set(kernels)) == 1 else without_hash(kernels[0])
         names = summarize_names([each.node for each in group], joint="\n")
         status = Cell(text=str(node.status), status=tables.FUSION[str(node.status)])
-        evidence = f"{evidence} [{tables.sources_text(node.source)}]"
+        evidence = f"{evidence} [{tables.sources_text(node.sources)}]"
         rows.append((names, manifest.profile_name(node.profile), status, evidence))
     brief = "!" if all(len(group[0].node) <= _NAME_WIDTH for group in groups) else ""
     return table("", (f"{brief}attention", "#profile", "verdict", "evidence"), rows)
@@ -424,7 +424,7 @@ def _both(disagreement: Disagreement) -> str:
     node, one = disagreement.node, disagreement.profile
     place = "precision" if node is None else f"{node}, profile {one}"
     claims = [
-        f"the {tables.sources_text(each.source)} reports {each.status}"
+        f"the {tables.sources_text([each.source])} reports {each.status}"
         + (f" ({', '.join(each.kernels)})" if each.kernels else "")
         for each in disagreement.claims
     ]

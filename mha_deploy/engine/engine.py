@@ -665,7 +665,7 @@ def with_unrecognized(verdict: EngineVerdict, manifest: Manifest, *, profiles: i
     nodes = list(verdict.nodes)
     for name, reason in _unrecognized(manifest).items():
         decomposed = NodeVerdict(
-            node=name, profile=0, status=FusionStatus.DECOMPOSED, reasons=(reason,), source="graph"
+            node=name, profile=0, status=FusionStatus.DECOMPOSED, reasons=(reason,), sources=("graph",)
         )
         nodes += [msgspec.structs.replace(decomposed, profile=profile) for profile in range(profiles)]
     return msgspec.structs.replace(verdict, nodes=tuple(nodes))

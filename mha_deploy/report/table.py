@@ -712,9 +712,9 @@ def engine_summary(engine: Data) -> str:
 _SOURCES = {"log": "build log", "plan": "engine", "inspector": "inspector"}
 
 
-def sources_text(source: str) -> str:
-    """What detected whether an attention is fused, in words: `build log, engine` for `log+plan`."""
-    return ", ".join(_SOURCES.get(each, each) for each in source.split("+"))
+def sources_text(sources: Iterable[str]) -> str:
+    """What detected whether an attention is fused, in words: `build log, engine` for `log` and `plan`."""
+    return ", ".join(_SOURCES.get(each, each) for each in sources)
 
 
 def fusion_table(engines: Sequence[Data]) -> Table:
@@ -741,7 +741,7 @@ def fusion_table(engines: Sequence[Data]) -> Table:
             kernels = Cell(text="\n".join(node["kernels"]), status="code") if node["kernels"] else None
             name = Cell(text=node["node"], status="code")
             why = "; ".join(map(engine_reason_text, node["reasons"]))
-            rows.append((name, profile, status, kernels, sources_text(node["source"]), why))
+            rows.append((name, profile, status, kernels, sources_text(node["sources"]), why))
         named = f"{engine['name']} " if engine["name"] != engine["backend"] else ""
         title = f"{named}{engine['backend']} {engine['version']}"
         groups.append(Group(title=title, about=" · ".join(filter(None, about)), rows=rows))

@@ -122,7 +122,7 @@ NODES = [
         profile=0,
         status=FusionStatus.FUSED,
         kernels=("_gemm_mha_v2_0x" + "cd" * 16,),
-        source="log+plan",
+        sources=("log", "plan"),
     )
     for i in range(3)
 ]

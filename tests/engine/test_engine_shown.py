@@ -120,7 +120,7 @@ def claim_fused(data):
 
 def claim_fused_by_any_kernel(data):
     for node in data["verdict"]["nodes"]:
-        node.update(status="fused", kernels=[data["kernels"][-1]["name"]], source="log")
+        node.update(status="fused", kernels=[data["kernels"][-1]["name"]], sources=["log"])
 
 
 @pytest.mark.parametrize("claim", [claim_fused, claim_fused_by_any_kernel])
@@ -193,7 +193,7 @@ def test_a_manifest_that_does_not_fit_its_bundle_is_refused(engine, change):
 def test_a_plan_that_only_tensorrt_can_read_counts_only_where_it_runs(engine, run_cli):
     """An engine of TensorRT for a GPU: here nobody can say what is in it."""
     edit(engine, lambda data: data.update(backend="tensorrt", version="10.13.0"))
-    edit(engine, lambda data: [node.update(source="inspector") for node in data["verdict"]["nodes"]])
+    edit(engine, lambda data: [node.update(sources=["inspector"]) for node in data["verdict"]["nodes"]])
     forge(engine, b"ftrt" + bytes(1000))
     assert not open_engine(engine).is_confirmed
     bundle = engine.parents[1]

@@ -139,7 +139,7 @@ def test_every_attention_of_an_engine_is_fused(whole, dialect) -> None:
     assert verdict.fused_count == (count, count)
     assert verdict.precision.has_requested_types, verdict.precision
     assert verdict.disagreements == ()
-    assert {node.source for node in verdict.nodes} == {"log+plan"}
+    assert {node.sources for node in verdict.nodes} == {("log", "plan")}
 
 
 def test_equal_layers_are_one_finding(whole) -> None:

@@ -128,7 +128,7 @@ def failing():
         **data["engines"][0]["nodes"][0],
         "profile": 1,
         "status": "decomposed",
-        "source": "plan+inspector",
+        "sources": ["plan", "inspector"],
     }
     node["kernels"] = ["__myl_SelSliResAddMaxSubExpSumDivMul_0xfd94810cc91c9f22d8306d0a155b1f39"]
     data["engines"][0] |= {"fused": [0, 1], "nodes": [*data["engines"][0]["nodes"], node]}

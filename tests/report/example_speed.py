@@ -29,7 +29,7 @@ def engine():
         "status": "fused",
         "kernels": [kernel],
         "reasons": [],
-        "source": "log+plan",
+        "sources": ["log", "plan"],
     }
     return {
         "name": "tensorrt",

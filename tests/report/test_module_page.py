@@ -99,7 +99,8 @@ def test_every_field_of_a_model_has_words(spec):
 
 def test_the_evidence_of_an_engine_is_in_words_and_explained():
     page = report_page(fresh("passing"))
-    sources = {node["source"] for engine in fresh("passing")["engines"] for node in engine["nodes"]}
+    nodes = [node for engine in fresh("passing")["engines"] for node in engine["nodes"]]
+    sources = {source for node in nodes for source in node["sources"]}
     assert sources
     assert not [source for source in sources if f">{source}<" in page]
     for word in ("build log", "inspector"):

@@ -69,7 +69,7 @@ def test_attention_is_fused_and_in_the_precision_requested(case, target):
     model, options = FUSED[case]
     verdict = judge(model, targets=target, **options)
     assert verdict.fused_count == (1, 1)
-    assert [node.source for node in verdict.nodes] == ["log+plan"]
+    assert [node.sources for node in verdict.nodes] == [("log", "plan")]
     assert verdict.nodes[0].kernels[0].startswith("_gemm_mha_v2_0x")
     assert verdict.precision.has_requested_types, verdict.precision
     assert verdict.precision.counts[options.get("precision", "fp16")] > 0

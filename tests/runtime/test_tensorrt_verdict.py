@@ -221,7 +221,7 @@ def test_another_source_settles_what_the_inspector_hides():
     }
     verdict = engine_verdict(sources, {"att0": ("att0/softmax",)}, "fp16", written=PROJECTIONS)
     assert verdict.nodes[0].status == "fused"
-    assert verdict.nodes[0].source == "plan"
+    assert verdict.nodes[0].sources == ("plan",)
     assert verdict.disagreements == ()
 
 

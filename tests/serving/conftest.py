@@ -64,7 +64,7 @@ def with_engines(bundles, tmp_path):
             plan = b"ftrt" + bytes([index]) * 64
             nodes = [
                 {"node": str(node["name"]), "profile": profile, "status": "unknown", "kernels": [],
-                 "reasons": [], "source": "log"}
+                 "reasons": [], "sources": ["log"]}
                 for node in manifest.attention
                 for profile in range(len(profiles))
             ]  # fmt: skip

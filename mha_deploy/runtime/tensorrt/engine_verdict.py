@@ -863,9 +863,9 @@ class NodeVerdict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         tuple[EngineReason, ...],
         means("why it is unknown, or how it is known, as in `precision_reasons`; may be empty"),
     ] = ()
-    source: Annotated[
-        str, means("where it was detected: `log`, `plan`, `inspector`, joined by `+`, or `graph`")
-    ] = ""
+    sources: Annotated[
+        tuple[str, ...], means("where it was detected: `log`, `plan`, `inspector` or `graph`")
+    ] = ()
 
 
 class Claim(Struct, frozen=True, kw_only=True):
@@ -1012,7 +1012,7 @@ def _verdict(
     found = tuple(dict.fromkeys(kernel.label for kernel in kernels))
     reasons = (reason,) if reason else ()
     return NodeVerdict(
-        node=node, profile=profile, status=status, kernels=found, reasons=reasons, source=source
+        node=node, profile=profile, status=status, kernels=found, reasons=reasons, sources=(source,)
     )
 
 
@@ -1059,7 +1059,7 @@ def _merge(mine: Sequence[NodeVerdict], profile: int, node: str) -> tuple[NodeVe
         status=FusionStatus.UNKNOWN,
         reasons=tuple(dict.fromkeys(reason for verdict in mine for reason in verdict.reasons))
         or (EngineReason(kind=ReasonKind.NO_SOURCE),),
-        source="+".join(verdict.source for verdict in (known or mine)),
+        sources=tuple(source for verdict in (known or mine) for source in verdict.sources),
     )
     if not known:
         return unknown, []
@@ -1068,13 +1068,14 @@ def _merge(mine: Sequence[NodeVerdict], profile: int, node: str) -> tuple[NodeVe
     def differs(other: NodeVerdict) -> bool:
         # A profiler and the layer records spell a kernel differently, so only these two are compared; names
         # of decomposed kernels differ by source.
-        comparable = {first.source, other.source} == {"log", "plan"} and first.status == FusionStatus.FUSED
+        by_both = {*first.sources, *other.sources} == {"log", "plan"}
+        comparable = by_both and first.status == FusionStatus.FUSED
         return first.status != other.status or (comparable and set(first.kernels) != set(other.kernels))
 
-    kept, other = replace(first, source=unknown.source), next(filter(differs, known[1:]), None)
+    kept, other = replace(first, sources=unknown.sources), next(filter(differs, known[1:]), None)
     if other is None:
         return kept, []
-    one, two = (Claim(source=v.source, status=v.status.value, kernels=v.kernels) for v in (first, other))
+    one, two = (Claim(source=v.sources[0], status=v.status.value, kernels=v.kernels) for v in (first, other))
     conflict = Disagreement(node=node, profile=profile, claims=(one, two))
     if first.status == other.status:
         return kept, [conflict]
