@@ -113,6 +113,11 @@ class Accumulation(Struct, frozen=True, forbid_unknown_fields=True):
     type: Annotated[str, means("`fp16` or `fp32`: what GEMMs are assumed to accumulate in")] = "fp32"
     why: Annotated[str, means("how that is known; may be empty")] = ""
 
+    @classmethod
+    def of_wide(cls, precision: Precision) -> Accumulation:
+        """That of any precision but FP16."""
+        return cls("fp32", f"no kernel accumulates {precision.name} in fewer bits")
+
 
 class ParityReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The verdict on a model in one runtime."""

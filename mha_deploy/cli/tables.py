@@ -191,9 +191,13 @@ def _(spec: AttentionSpec) -> str:
 def tensors_renderable(found: Inspection) -> RenderableType:
     """The inputs and outputs of an ONNX file; names among the sizes are the axes that `--axis` takes."""
     tensors = [("input", each) for each in found.inputs] + [("output", each) for each in found.outputs]
-    rows = [(kind, each["name"], each["type"], each["shape"]) for kind, each in tensors]
+    rows = [(kind, each.name, each.type or "?", _shape(each.shape)) for kind, each in tensors]
     title = f"opset {found.opset}"
     return render(table(title, ("!", "tensor", "!type", "shape"), rows), title=True)
+
+
+def _shape(shape: Sequence[int | str | None] | None) -> str:
+    return "?" if shape is None else f"[{', '.join('?' if each is None else str(each) for each in shape)}]"
 
 
 def attention_renderable(nodes: Sequence[Mapping[str, Any]]) -> RenderableType:

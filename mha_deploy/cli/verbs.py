@@ -852,7 +852,9 @@ def inspect(
     else:
         data = {"file": str(path), "attention": list(found.attention), "foreign": list(found.foreign)}
         data |= {"fusible": list(found.fusible), "unfused": [asdict(each) for each in found.unfused]}
-        data |= {"inputs": found.inputs, "outputs": found.outputs, "opset": found.opset}
+        tensors = {"inputs": found.inputs, "outputs": found.outputs}
+        data |= {name: [asdict(each) for each in those] for name, those in tensors.items()}
+        data["opset"] = found.opset
 
     def lines() -> Iterator[RenderableType]:
         if found.bundle is not None:

@@ -543,16 +543,20 @@ def _race(trials: Sequence[Trial], bundle: Bundle) -> None:
                     _time(trial, runner, case, bundle.manifest.precision)
 
 
+def _judged_as(engine: Engine, precision: Precision) -> Precision:
+    return replace(precision, accumulate=engine.accumulation(precision).type)
+
+
 def _time(trial: Trial, runner: Runner, case: GoldenCase, precision: Precision) -> None:
-    """Time a trial on one case, judged with the type that its projections accumulate in."""
-    accumulate = trial.options.accumulate if precision.name == FP16 else FP32
+    """Time a trial on one case, judged with the type that its GEMMs accumulate in."""
+    precision = _judged_as(trial.built, precision)
     try:
         once, timing = runner.run(case.inputs), runner.time(case.inputs)
     except DeployError as error:
         trial.refused = f"{case.name}: {error.in_one_line}"
         return
     for result in (once, *timing.results):
-        for verdict in judge_case(case, result, replace(precision, accumulate=accumulate)):
+        for verdict in judge_case(case, result, precision):
             if verdict.is_wrong:
                 trial.refused = f"wrong output in {case.name}, {verdict.output}: {verdict.problem}"
                 return
@@ -748,7 +752,10 @@ def rebuild_engine(
             fused=[each.fused_count for each in manifests],
             seconds=[each.seconds for each in manifests],
             engine_bytes=[each.engine_bytes for each in manifests],
-            errors=_by_build(trial.judged or {} for trial in trials),
+            errors={
+                case: _by_build(trial.judged[case] for trial in trials if case in trial.judged)
+                for case in dict.fromkeys(case for trial in trials for case in trial.judged or ())
+            },
             times_us=_by_build(trial.times for trial in trials),
             timing_cache=None if last.engine is None else not differing_kernels([built[-1], last.engine]),
         )
@@ -757,15 +764,15 @@ def rebuild_engine(
         return engines.write_engine(path, plan, manifest, overwrite=options.overwrite)
 
 
-def differing_kernels(built: Sequence[Engine]) -> list[dict[str, Any]]:
+def differing_kernels(built: Sequence[Engine]) -> list[engines.DifferingKernels]:
     """The ONNX nodes whose kernels are not the same in every build, with the kernels of each build."""
-    found = defaultdict[tuple[int, str], list[list[str]]](lambda: [[] for _ in built])
+    found = defaultdict[tuple[int, tuple[str, ...]], list[list[str]]](lambda: [[] for _ in built])
     for index, engine in enumerate(built):
         for kernel in engine.manifest.kernels:
-            nodes = ", ".join(sorted(kernel["nodes"])) or kernel["name"]
+            nodes = tuple(sorted(kernel["nodes"])) or (kernel["name"],)
             found[kernel["profile"], nodes][index].append(kernel["tactic"] or kernel["name"])
     return [
-        {"nodes": nodes, "profile": profile, "kernels": builds}
+        engines.DifferingKernels(nodes=list(nodes), profile=profile, kernels=builds)
         for (profile, nodes), builds in found.items()
         if any(each != builds[0] for each in builds)
     ]
@@ -778,14 +785,14 @@ def measure_builds(trials: Sequence[Trial], bundle: Bundle, on_progress: OnStep 
             continue
         if on_progress is not None:
             on_progress("run and time", number, len(trials))
-        trial.judged = {}
+        trial.judged, precision = {}, _judged_as(trial.built, bundle.manifest.precision)
         with open_engine_runner(trial.built) as runner:
             timed = [case.name for case in timed_cases(golden_cases(bundle), [runner])]
             for case in golden_cases(bundle):
                 if not runner.profiles_for(case.inputs):  # type: ignore[attr-defined]
                     continue
-                for verdict in judge_case(case, runner.run(case.inputs), bundle.manifest.precision):
-                    trial.judged[f"{case.name}/{verdict.output}"] = verdict.share
+                for verdict in judge_case(case, runner.run(case.inputs), precision):
+                    trial.judged.setdefault(case.name, {})[verdict.output] = verdict.share
                 if case.name in timed:
                     trial.times[case.name] = runner.time(case.inputs).p50
 

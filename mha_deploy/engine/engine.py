@@ -28,6 +28,8 @@ from mha_deploy.errors import BackendUnavailable, BundleError, DeployError, Spec
 from mha_deploy.files import PathPart, check_plain, hint_for_missing, open_regular, read_json, read_regular
 from mha_deploy.graph.file import load_graph
 from mha_deploy.graph.rules import LEAST_FP8, TENSORRT, TENSORRT_RTX, is_rtx_gpu
+from mha_deploy.judge import Accumulation
+from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import Axis, ModelSpec
 from mha_deploy.output import (
     PLAN_MAGIC,
@@ -172,19 +174,26 @@ class AttentionChoice(_ChosenAttention, total=False):
     tried: list[dict[str, Any]]
 
 
+class DifferingKernels(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What computes the same ONNX nodes by other kernels from build to build."""
+
+    nodes: Annotated[list[str], means("the ONNX nodes; the kernel's own name where it names none")]
+    profile: Annotated[int, means("the optimization profile, from 0 on")]
+    kernels: Annotated[list[list[str]], means("the kernels of each build")]
+
+
 class RebuildRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How much an engine differs from build to build."""
 
     builds: Annotated[int, means("how many times it was built, each time without kernel timings")]
     identical: Annotated[bool, means("whether all plans are identical, byte for byte")]
-    differing: Annotated[
-        list[dict[str, Any]], means("ONNX nodes whose kernels differ, and the kernels of each build")
-    ]
+    differing: Annotated[list[DifferingKernels], means("ONNX nodes whose kernels differ")]
     fused: Annotated[list[tuple[int, int]], means("for each build, fused attentions and all attentions")]
     seconds: Annotated[list[float], means("build times, seconds")]
     engine_bytes: Annotated[list[int], means("sizes of the plans, bytes")]
     errors: Annotated[
-        dict[str, list[float | None]], means("share of the error budget in each build, by `case/output`")
+        dict[str, dict[str, list[float | None]]],
+        means("share of the error budget in each build, by case and output"),
     ]
     times_us: Annotated[dict[str, list[float]], means("median time of each build, µs, by case")]
     timing_cache: Annotated[
@@ -290,6 +299,24 @@ class Engine:
         reason = EngineReason(kind=ReasonKind.PLAN_UNREADABLE, place=self.manifest.backend)
         verdict = _without_claims(self.manifest.verdict, reason)
         return msgspec.structs.replace(self.manifest, verdict=verdict)
+
+    def accumulation(self, precision: Precision) -> Accumulation:
+        """The type that its GEMMs may accumulate in, which sets the budget, and how that is known."""
+        if precision.name != "fp16":
+            return Accumulation.of_wide(precision)
+        manifest, found = self.manifest, self.manifest.verdict.precision
+        if narrow := found.accumulate_in_fp16:
+            why = f"{plural(len(narrow), 'matmul kernel')} accumulate in FP16 (e.g. {narrow[0]})"
+            return Accumulation("fp16", why)
+        if later := found.selected_at_load:
+            why = f"{plural(len(later), 'matmul kernel')} selected at load time (e.g. {later[0]})"
+            return Accumulation("fp16", why)
+        if manifest.attention["chosen"] == "plugin" and manifest.attention["accumulate"] == "fp32":
+            return Accumulation("fp32", "the plugin's attention and projections accumulate in FP32")
+        if manifest.backend == TENSORRT and int(manifest.version.partition(".")[0]) < 10:
+            why = f"TensorRT {manifest.version} selects kernels that accumulate in FP16"
+            return Accumulation("fp16", why)
+        return Accumulation("fp32", "no kernel of the engine accumulates in FP16, by its name")
 
     def check_bundle(self, bundle: Path) -> None:
         """Refuse an engine that was built from another bundle, or whose manifest does not fit it."""
@@ -975,7 +1002,7 @@ def rebuild_summary(record: RebuildRecord) -> list[str]:
     """How much the builds differ, in sentences."""
     lines = [f"{record.builds} builds: {'identical plans' if record.identical else 'plans differ'}"]
     lines += [
-        f"{each['nodes']}: " + " / ".join(dict.fromkeys(" + ".join(kernels) for kernels in each["kernels"]))
+        f"{', '.join(each.nodes)}: " + " / ".join(dict.fromkeys(" + ".join(names) for names in each.kernels))
         for each in record.differing
     ]
     if len({tuple(each) for each in record.fused}) > 1:
@@ -986,10 +1013,12 @@ def rebuild_summary(record: RebuildRecord) -> list[str]:
         *((f"latency of {name}", "µs", times) for name, times in record.times_us.items()),
     ]
     lines += [f"{name}: {min(values):,.6g} to {max(values):,.6g} {unit}" for name, unit, values in spans]
-    for name, shares in record.errors.items():
-        known = [share for share in shares if share is not None]
-        if known:
-            lines.append(f"error of {name}: {min(known):.0%} to {max(known):.0%} of the budget")
+    for case, outputs in record.errors.items():
+        for output, shares in outputs.items():
+            known = [share for share in shares if share is not None]
+            if known:
+                span = f"{min(known):.0%} to {max(known):.0%}"
+                lines.append(f"error of {case}/{output}: {span} of the budget")
     if record.timing_cache is not None:
         same = "the same kernels" if record.timing_cache else "other kernels"
         lines.append(f"built again from the timing cache: {same}")

@@ -34,6 +34,15 @@ class ForeignPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GraphTensor:
+    """An input or output of an ONNX file; its type, its shape and each of its sizes may not be stated."""
+
+    name: str
+    type: str | None  # as NumPy has it
+    shape: tuple[int | str | None, ...] | None  # numbers, and names of axes
+
+
+@dataclass(frozen=True, kw_only=True)
 class Inspection:
     """What is in a bundle, an engine or an ONNX file.
 
@@ -63,8 +72,8 @@ class Inspection:
     foreign: tuple[str, ...] = ()
     fusible: tuple[str, ...] = ()
     unfused: tuple[UnfusedSoftmax, ...] = ()
-    inputs: tuple[Mapping[str, str], ...] = ()
-    outputs: tuple[Mapping[str, str], ...] = ()
+    inputs: tuple[GraphTensor, ...] = ()
+    outputs: tuple[GraphTensor, ...] = ()
     opset: int | None = None
 
     def __repr__(self) -> str:
@@ -142,12 +151,13 @@ def _foreign_plan(path: Path) -> ForeignPlan | None:
     )
 
 
-def _tensor(value: ir.Value) -> dict[str, str]:
-    """An input or output of a graph: `float16`, `[batch, 16, ?]`."""
-    dims = value.shape if value.shape is not None else ()
-    shown = ", ".join(str(dim) if isinstance(dim, int) else dim.value or "?" for dim in dims)
-    kind = "?" if value.dtype is None or value.dtype.name == "UNDEFINED" else str(value.dtype.numpy())
-    return {"name": str(value.name), "type": kind, "shape": f"[{shown}]" if value.shape is not None else "?"}
+def _tensor(value: ir.Value) -> GraphTensor:
+    shape = None
+    if value.shape is not None:
+        shape = tuple(dim if isinstance(dim, int) else dim.value or None for dim in value.shape)
+    is_typed = value.dtype is not None and value.dtype.name != "UNDEFINED"
+    kind = str(value.dtype.numpy()) if value.dtype is not None and is_typed else None
+    return GraphTensor(name=str(value.name), type=kind, shape=shape)
 
 
 def check_target(source: Bundle | Path, target: str, version: str | None, sm: str) -> list[Eligibility]:

@@ -42,7 +42,7 @@ def trtexec_command(manifest: EngineManifest, onnx: Path, engine: Path) -> Trtex
     options, major = manifest.options, int(manifest.version.partition(".")[0])
     found = ["trtexec", f"--onnx={onnx}", f"--saveEngine={engine}"]
     notes = list[str]()
-    if major < 10:  # its networks are weakly typed
+    if not manifest.strongly_typed:
         found += ["--fp16"] if manifest.precision == "fp16" else []
         found += ["--int8"] if options.get("has_int8") else []
     else:

@@ -42,7 +42,8 @@ from mha_deploy.graph.ir import (
 )
 from mha_deploy.graph.roles import MATMULS, NORMS, SOFTMAXES, TO_BOOLEAN
 from mha_deploy.graph.upcast import in_type, retype, retype_attributes
-from mha_deploy.model.masking import ABSORBS_FLOAT32, MODEL_NUMBER, model_number
+from mha_deploy.model.masking import ABSORBS_ANY, ABSORBS_FLOAT32, MODEL_NUMBER, model_number
+from mha_deploy.model.precision import PRECISIONS
 from mha_deploy.text import group_by, summarize_names
 
 # -- Records: measured ranges, and the plan --------------------------------------------------------
@@ -51,17 +52,16 @@ FP16_MAX = 65504.0
 FLUSHED_BELOW = 2.0**-25
 """Half of FP16's smallest subnormal: smaller magnitudes are flushed to 0."""
 
-SENTINEL_FROM = 1e30
+SENTINEL_FROM = -ABSORBS_ANY
 """No activation of a float32 model is this large: such a number is a mask value or the absence of a bound."""
 
 
-_FRACTION_BITS = {"bf16": 7, "fp16": 10, "fp32": 23}
 _COARSE_STEP = 16.0  # half of it, which rounding may cost, is a factor of 3,000 between two weights
 
 
 def step_at(size: float, precision: str) -> float:
     """The distance between neighboring numbers of a precision at a magnitude."""
-    bits = _FRACTION_BITS.get(precision, _FRACTION_BITS["fp32"])
+    bits = PRECISIONS.get(precision, PRECISIONS["fp32"]).significand_bits - 1
     return math.ldexp(1.0, math.frexp(size)[1] - 1 - bits) if size else 0.0
 
 

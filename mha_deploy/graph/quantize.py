@@ -409,11 +409,10 @@ def with_quantized(
             if x is not None:
                 where = f"{each.name}/{role}"
                 up = _quantized_activation(copy.graph, node, x, where, format, scales[each.activations[at]])
-                users = [use.node for use in x.uses() if str(use.node.name).startswith(f"{each.name}/")]
                 node.replace_input_with(at, up)
-                for user in users if role == "v" else ():  # on its way to the matmul with the weights
-                    if not is_op(user, "QuantizeLinear"):
-                        user.replace_input_with(0 if user.op_type != "MatMul" else 1, up)
+                if role == "v":
+                    user, its = _reader_behind(nodes[each.matmul], x)
+                    user.replace_input_with(its, up)
         matmul, unit = nodes[each.matmul], float(fp16_scale(1.0 / format.largest))
         inner, where = node.outputs[an.QK_OUTPUT], f"{each.name}/weights"
         matmul.replace_input_with(0, _quantized_activation(copy.graph, matmul, inner, where, format, unit))
@@ -421,6 +420,17 @@ def with_quantized(
         if not value.uses() and not value.is_graph_output():
             del copy.graph.initializers[str(value.name)]
     return infer_shapes(copy)
+
+
+def _reader_behind(matmul: ir.Node, values: ir.Value) -> tuple[ir.Node, int]:
+    """What reads V on its way to the matmul with the weights, and as which input."""
+    node, at = matmul, 1
+    while (value := node.inputs[at]) is not values:
+        maker = None if value is None else value.producer()
+        if maker is None:
+            raise ValueError(f"{matmul.name} does not multiply {values.name}")
+        node, at = maker, 0
+    return node, at
 
 
 def _quantized_activation(

@@ -378,7 +378,7 @@ def _measure_errors(result: ModelResult, rebuilds: Mapping[str, Any]) -> Measure
     for run in result.parity or ():
         owner = _runtime(result, run.runtime)
         for each in run.verdicts or ():
-            noise = _rebuild_span(rebuilds.get(run.runtime), "errors", f"{each.case}/{each.output}")
+            noise = _rebuild_span(rebuilds.get(run.runtime), "errors", each.case, each.output)
             share = replace(_share(owner, each, noise), cases=run.cases)
             yield "error", f"{owner}, {run.cases}: {each.case}/{each.output}", share
         for case, sizes in {each.case: each.sizes for each in run.verdicts or () if each.sizes}.items():
@@ -580,10 +580,12 @@ def _runtime(result: ModelResult, runtime: str) -> str:
     return (result.runtimes or {}).get(runtime, runtime)
 
 
-def _rebuild_span(rebuilds: Any, figure: str, of: str = "") -> float:
-    """How much a figure of an engine, or that of one case, differs from build to build."""
+def _rebuild_span(rebuilds: Any, figure: str, *of: str) -> float:
+    """How much a figure of an engine, or that of one case or output, differs from build to build."""
     found = getattr(rebuilds, figure, None) or ()
-    values = [value for value in (found.get(of, ()) if of and found else found) if value is not None]
+    for name in of:
+        found = found.get(name, ()) if found else ()
+    values = [value for value in found if value is not None]
     return max(values) - min(values) if values else 0.0
 
 

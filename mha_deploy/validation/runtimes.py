@@ -40,7 +40,6 @@ from mha_deploy.runtime.runner import Arrays, Runner
 from mha_deploy.runtime.tensorrt.versions import LEAN, MODULES
 from mha_deploy.runtime.timing import KernelTime
 from mha_deploy.status import Word, means
-from mha_deploy.text import plural
 
 # -- What only PyTorch can do in a validation: compute what is right for fresh inputs --------------
 
@@ -121,35 +120,19 @@ class Runtime:
     def accumulation(self, precision: Precision) -> Accumulation:
         """The type that its GEMMs may accumulate in, which sets the budget, and how that is known."""
         if precision.name != "fp16":
-            return Accumulation("fp32", f"no kernel accumulates {precision.name} in fewer bits")
+            return Accumulation.of_wide(precision)
         if self.accumulate is not None:
             return Accumulation(self.accumulate, f"as {self.name} states")
-        if self.engine is None:
-            if self.family == PYTORCH:
-                return Accumulation("fp32", "PyTorch accumulates in FP32")
-            try:
-                if (runtime := self.graph_runtime or self.name) in RUNNERS:
-                    return _measured_accumulation(runtime)
-            except DeployError:  # opening it reports why
-                pass
-            return Accumulation("fp16", f"what computes {self.name} is not known")
-        manifest = self.engine.manifest
-        found = manifest.verdict.precision
-        if narrow := found.accumulate_in_fp16:
-            return Accumulation(
-                "fp16", f"{plural(len(narrow), 'matmul kernel')} accumulate in FP16 (e.g. {narrow[0]})"
-            )
-        if later := found.selected_at_load:
-            return Accumulation(
-                "fp16", f"{plural(len(later), 'matmul kernel')} selected at load time (e.g. {later[0]})"
-            )
-        if manifest.attention["chosen"] == "plugin" and manifest.attention["accumulate"] == "fp32":
-            return Accumulation("fp32", "the plugin's attention and projections accumulate in FP32")
-        if manifest.backend == "tensorrt" and int(manifest.version.partition(".")[0]) < 10:
-            return Accumulation(
-                "fp16", f"TensorRT {manifest.version} selects kernels that accumulate in FP16"
-            )
-        return Accumulation("fp32", "no kernel of the engine accumulates in FP16, by its name")
+        if self.engine is not None:
+            return self.engine.accumulation(precision)
+        if self.family == PYTORCH:
+            return Accumulation("fp32", "PyTorch accumulates in FP32")
+        try:
+            if (runtime := self.graph_runtime or self.name) in RUNNERS:
+                return _measured_accumulation(runtime)
+        except DeployError:  # opening it reports why
+            pass
+        return Accumulation("fp16", f"what computes {self.name} is not known")
 
 
 @lru_cache

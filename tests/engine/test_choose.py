@@ -3,15 +3,14 @@
 import json
 from types import SimpleNamespace
 
-import msgspec
 import pytest
-from bundle_edit import copy_of
+from bundle_edit import copy_of, engine_manifest
 
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import MANIFEST, open_bundle, sha256
 from mha_deploy.engine import build as choose
 from mha_deploy.engine.build import Trial, attention_record, build_fastest_engine, choose_trial
-from mha_deploy.engine.engine import Engine, EngineManifest, attention_summary, engine_path, write_engine
+from mha_deploy.engine.engine import Engine, attention_summary, engine_path, write_engine
 from mha_deploy.engine.lowered import Candidate, candidates_for
 from mha_deploy.engine.plugins import PluginError
 from mha_deploy.errors import BackendUnavailable, DeployError
@@ -167,26 +166,15 @@ class Runner:
 def workbench(bundles, tmp_path, monkeypatch):
     """Build and time engines that are nothing but their names."""
     bundle = open_bundle(copy_of(bundles("tiny-gqa"), tmp_path / "bundle"))
-    known = dict.fromkeys(EngineManifest.__struct_fields__)
     runners = {}
     monkeypatch.setattr(choose, "open_gpu", lambda: None)
     monkeypatch.setattr(choose, "open_engine_runner", lambda engine: runners[engine.path.stem])
 
     def build(path, options):
-        manifest = EngineManifest(**known)
         attention = {"requested": options.attention, "chosen": options.attention, "accumulate": "fp16"}
-        plan = path.stem.encode()
-        return write_engine(
-            path,
-            plan,
-            msgspec.structs.replace(
-                manifest,
-                attention=attention,
-                plugins=[],
-                in_place={},
-                bundle_sha256=sha256(bundle.path / MANIFEST),
-            ),
-        )
+        bundle_sha256 = sha256(bundle.path / MANIFEST)
+        manifest = engine_manifest(attention=attention, bundle_sha256=bundle_sha256, plugins=[], in_place={})
+        return write_engine(path, path.stem.encode(), manifest)
 
     def choose_from(given, options=AUTO, build=build):
         runners.update({name: Runner(bundle, **facts) for name, facts in given.items()})

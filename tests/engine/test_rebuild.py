@@ -5,12 +5,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from bundle_edit import engine_manifest
 
 import mha_deploy as md
 from mha_deploy.engine import build as rebuild
 from mha_deploy.engine.build import differing_kernels
-from mha_deploy.engine.engine import RebuildRecord, rebuild_summary
+from mha_deploy.engine.engine import DifferingKernels, Engine, RebuildRecord, rebuild_summary
 from mha_deploy.options import EngineOptions
+from mha_deploy.validation.runtimes import TENSORRT, Runtime
 
 
 def built(*tactics):
@@ -24,9 +26,9 @@ def built(*tactics):
 def test_kernels_that_differ_are_listed_by_node():
     assert differing_kernels([built("a", "b"), built("a", "b")]) == []
     (found,) = differing_kernels([built("a", "b"), built("a", "c"), built("a", "b")])
-    assert (found["nodes"], found["kernels"]) == ("node 1", [["b"], ["c"], ["b"]])
+    assert (found.nodes, found.kernels) == (["node 1"], [["b"], ["c"], ["b"]])
     (gone,) = differing_kernels([built("a", "b"), built("a")])
-    assert gone["kernels"] == [["b"], []]
+    assert gone.kernels == [["b"], []]
 
 
 def test_builds_of_tensorrt_rtx_are_identical(bundles, tmp_path, run_cli):
@@ -95,22 +97,41 @@ def test_errors_and_times_of_every_build_are_recorded(bundles, monkeypatch):
     bundle = bundles("tiny-gqa")
     monkeypatch.setattr(rebuild, "reasons_not_to_run", lambda engine: [])
     monkeypatch.setattr(rebuild, "open_engine_runner", lambda engine: OnTheCpu(engine, bundle))
-    trials = [rebuild.Trial(name=name, options=EngineOptions(), engine=built()) for name in "ab"]
+    engines = [Engine(path=Path(name), manifest=engine_manifest()) for name in "ab"]
+    trials = [rebuild.Trial(name=each.path.name, options=EngineOptions(), engine=each) for each in engines]
     rebuild.measure_builds(trials, bundle)
     assert [trial.times for trial in trials] == [{"opt": 10.0}, {"opt": 20.0}]
-    cases = {f"{case.name}/output" for case in bundle.manifest.golden}
+    cases = {case.name for case in bundle.manifest.golden}
     for trial in trials:
         assert set(trial.judged) == cases
-        assert all(0 < share < 1 for share in trial.judged.values())
+        assert all(0 < found["output"] < 1 for found in trial.judged.values())
 
 
 def test_what_differs_is_said_in_sentences():
+    changed = DifferingKernels(nodes=["q", "k"], profile=0, kernels=[["a"], ["b"]])
     record = {
         "builds": 2, "identical": False,
-        "differing": [{"nodes": "q", "profile": 0, "kernels": [["a"], ["b"]]}],
+        "differing": [changed],
         "fused": [[1, 1], [0, 1]], "seconds": [1.0, 2.0], "engine_bytes": [5, 5],
-        "errors": {"opt/output": [0.4, None, 0.5]}, "times_us": {"opt": [10.0, 12.0]}, "timing_cache": False,
+        "errors": {"opt": {"output": [0.4, None, 0.5]}}, "times_us": {"opt": [10.0, 12.0]},
+        "timing_cache": False,
     }  # fmt: skip
     text = "\n".join(rebuild_summary(RebuildRecord(**record)))
-    for part in ("plans differ", "q: a / b", "1/1, 0/1", "10 to 12 µs", "40% to 50%", "other kernels"):
+    for part in ("plans differ", "q, k: a / b", "1/1, 0/1", "10 to 12 µs", "40% to 50%", "other kernels"):
         assert part in text
+
+
+@pytest.mark.parametrize("version", ["8.6.1", "11.1.0"])
+def test_builds_are_judged_with_the_accumulation_that_validate_assumes(version, bundles, monkeypatch):
+    bundle, judged = bundles("tiny-gqa"), []
+    monkeypatch.setattr(rebuild, "reasons_not_to_run", lambda engine: [])
+    monkeypatch.setattr(rebuild, "open_engine_runner", lambda engine: OnTheCpu(engine, bundle))
+    own = rebuild.judge_case
+    monkeypatch.setattr(
+        rebuild, "judge_case", lambda case, result, as_: judged.append(as_) or own(case, result, as_)
+    )
+    engine = Engine(path=Path("a"), manifest=engine_manifest(backend="tensorrt", version=version))
+    rebuild.measure_builds([rebuild.Trial(name="a", options=EngineOptions(), engine=engine)], bundle)
+    shown = Runtime(name="tensorrt", family=TENSORRT, open=lambda: None, engine=engine)
+    assert judged
+    assert {each.accumulate for each in judged} == {shown.accumulation(bundle.manifest.precision).type}

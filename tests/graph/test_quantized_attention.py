@@ -220,3 +220,17 @@ def test_without_quantizers_another_scale_stays_a_factor(scale, zero, left):
         }}"""
     )
     assert [node.op_type for node in without_quantizers(model).graph] == left
+
+
+def test_a_node_of_the_models_own_that_reads_v_keeps_it_whatever_its_name():
+    model = attention()
+    (node,) = model.graph
+    v = node.inputs[2]
+    own = ir.node("Sub", [node.inputs[0], v], name="att/own")
+    own.outputs[0].name, own.outputs[0].type, own.outputs[0].shape = "z", v.type, v.shape
+    model.graph.append(own)
+    model.graph.outputs.append(own.outputs[0])
+    given = feeds()
+    made = with_quantized(model, find_format("int8"), SCALES, (), attention_layers(model))
+    (z,) = ReferenceEvaluator(ir.to_proto(made)).run(["z"], given)
+    assert np.array_equal(z, given["q"] - given["v"])

@@ -52,11 +52,11 @@ from mha_deploy.graph.ir import (
     rank,
 )
 from mha_deploy.graph.roles import IN_ORDER, MOVES
+from mha_deploy.model.masking import ABSORBS_ANY
 
 _MAX_DEPTH = 12  # of the nodes that a mask of zeros and ones is read through
 _MOST_IN_CHUNKS = 256  # nodes that add up the chunks of a softmax
 _MOST_BETWEEN = 64  # nodes that are searched for other masks
-_NO_SCORE = 1e30
 _MASKS = 1e3  # a number of at least this size is that of a mask
 _LAYOUT = (*MOVES, "Expand", "Slice", "Gather", "Tile")
 
@@ -465,7 +465,7 @@ def _minimum(node: ir.Node, builder: NodeBuilder) -> ir.Value | None:
         if limit is None or scores is None or scores.dtype is None or not scores.dtype.is_floating_point():
             continue
         # No score is so large that the limit would change it.
-        least = min(float(scores.dtype.max), _NO_SCORE)
+        least = min(float(scores.dtype.max), -ABSORBS_ANY)
         if _may_be_below(scores, min(limit[1:])):
             continue  # a score that another mask made smaller stays as it is
         if sizes_of(scores) == sizes_of(node.outputs[0]) and max(limit[1:]) >= least:
