@@ -628,7 +628,8 @@ def _judge_alone(section: str, new: Measurement) -> tuple[Level, str]:
     if section in _FIGURES or new.kind in ("text", "tail") or (section == "latency" and new.value is None):
         return CHANGED, "new"
     is_worst = new.kind == "status" and section != "coverage" and _RANKS[section].get(new.value) == 0
-    if new.outcome is not Outcome.PASSED or is_worst:
+    has_failed = section == "verdict" and new.value == Outcome.FAILED
+    if new.outcome is not Outcome.PASSED or is_worst or has_failed:
         return REGRESSION, "new, and not right"
     if new.kind == "status" and _RANKS[section].get(new.value) != max(_RANKS[section].values()):
         return CHANGED, "new"
@@ -964,7 +965,7 @@ def compare(old: Any, new: Any, limits: Limits | None = None) -> Comparison:
             level = REGRESSION if limits.coverage else CHANGED
             found = [Change("coverage", "model", level, "present", "absent", _GONE)]
         else:
-            found = [Change("coverage", "model", IMPROVEMENT, "absent", "present", "new")]
+            found = _new_alone(second) if second is not None else []
         either: Any = first or second
         name = f"{either.name} {either.precision}"
         name = f"{name}, {either.place}" if either.place else name
@@ -972,6 +973,18 @@ def compare(old: Any, new: Any, limits: Limits | None = None) -> Comparison:
     if not changes:
         raise BundleError("Nothing can be compared.", got=f"{before.name}, {after.name}", hint=_ACCEPTED)
     return Comparison(old=before, new=after, changes=tuple(changes), limits=limits)
+
+
+def _new_alone(result: ModelResult) -> list[Change]:
+    """What a result is that only the new side has: no improvement unless it is right."""
+    judged = [(*key, item, *_judge_alone(key[0], item)) for key, item in measurements(result).items()]
+    wrong = [
+        Change(section, subject, REGRESSION, NOTHING, item.shown, why)
+        for section, subject, item, its, why in judged
+        if its is REGRESSION
+    ]
+    level = CHANGED if wrong else IMPROVEMENT
+    return [Change("coverage", "model", level, "absent", "present", "new"), *wrong]
 
 
 _GONE = "no longer measured"

@@ -719,8 +719,11 @@ def run_matrix(
                 model=name, precision=precision, runtime=runtime.name, gpu=gpu, options=options,
                 version=found.get("version", ""), status=status, why=problem or found.get("problem", ""),
             )  # fmt: skip
-            if cell.place in cells:  # another model of the same name
-                cell = replace(cell, model=f"{name} ({model.model})")
+            for turn in range(1, len(cells) + 2):  # other models of the same name
+                if cell.place not in cells:
+                    break
+                again = f"{model.model}, {turn}" if turn > 1 else model.model
+                cell = replace(cell, model=f"{name} ({again})")
             if bundle is None or "problem" in found:
                 cells[cell.place] = cell
                 continue

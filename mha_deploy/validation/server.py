@@ -87,7 +87,9 @@ class _ServerValidation:
             runner.most_bytes = self._largest_answer(kinds.values(), traces)
             for kind, cases in kinds.items():
                 on_step(Step(runner.model, f"{kind} cases"), 0, 0)
-                parity.append(self._parity([v for case in cases for v in self._run_and_judge(case)], kind))
+                if cases:
+                    judged = [verdict for case in cases for verdict in self._run_and_judge(case)]
+                    parity.append(self._parity(judged, kind))
             for trace in traces if self._silent is None else ():
                 on_step(Step(runner.model, trace.name), 0, 0)
                 decode += filter(None, [evaluate_trace(runner, trace, self.spec, self.precision)])

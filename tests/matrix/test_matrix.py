@@ -277,6 +277,25 @@ def test_one_report_that_compare_reads(bundles, tmp_path):
     assert "the reason" in worse.to_html()
 
 
+@pytest.mark.parametrize("status", ["failed", "crashed"])
+def test_a_new_cell_that_is_wrong_is_a_regression(bundles, tmp_path, status):
+    model = str(bundles("tiny-gqa").path)
+    run(plan_of(model), tmp_path / "1", Scripted()).save(tmp_path / "old")
+    both = plan_of(model, options={"default": {}, "b": {"optimization_level": 5}})
+    run(both, tmp_path / "2", Scripted()).save(tmp_path / "good")
+    run(both, tmp_path / "3", Scripted(b=status)).save(tmp_path / "bad")
+    assert md.compare(tmp_path / "old", tmp_path / "good").passed
+    found = md.compare(tmp_path / "old", tmp_path / "bad")
+    assert found.outcome == "failed"
+    assert {change.model for change in found.regressions} == {"tiny-gqa fp16, rtx, none, b"}
+
+
+def test_models_of_one_name_have_a_cell_each(bundles, tmp_path):
+    place = str(bundles("tiny-gqa").path)
+    done = run(plan_of(place, place, place), tmp_path, workers := Scripted())
+    assert len({cell.place for cell in done.cells}) == len(workers.ran) == 3
+
+
 def test_the_page_is_a_heat_map(bundles, tmp_path):
     plan = plan_of(str(bundles("tiny-gqa").path), options={name: {} for name in ("a", "b")})
     plan["runtimes"] = [{**RTX, "name": "old"}, {**RTX, "name": "new"}]

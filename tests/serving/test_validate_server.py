@@ -196,6 +196,13 @@ def test_one_wrong_answer_fails_among_many_that_prove_nothing(served, tmp_path):
     assert report.outcome is Outcome.FAILED, report.headline
 
 
+def test_a_model_of_fixed_sizes_passes(served, tmp_path):
+    bundle = md.export("tiny-mha", tmp_path / "bundle", axes={"B": 2, "S": 16})
+    report = md.validate(bundle, url=served("tiny-mha", bundle=bundle).url, clients=(1,), requests=8)
+    assert report.passed, report.headline
+    assert all(each["verdicts"] for each in report.to_dict()["parity"])
+
+
 def test_errors_are_counted_and_fail(served, bundles):
     def before(number):
         if number > 12 and number % 5 == 0:
