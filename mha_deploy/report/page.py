@@ -205,7 +205,7 @@ def _fusion(data: Data) -> list[Part]:
     if data["subjects"]:
         return [("table", tables.subjects_table(data["subjects"]))]
     if not engines and data["serving"]:
-        runs = data["serving"][0]["runs"]
+        runs = ", ".join(data["serving"][0]["runs"])
         what = f"{runs}, as the server's configuration says" if runs else "what it runs is not known"
         return [("text", f"The model was judged through a server: {what}.")]
     if not engines:

@@ -106,6 +106,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 _Size = Annotated[int, msgspec.Meta(ge=0, lt=1 << 40)]
 _Shape = Annotated[list[Annotated[int, msgspec.Meta(ge=-1, lt=1 << 40)]], msgspec.Meta(max_length=32)]
 _Sizes = Annotated[list[_Size], msgspec.Meta(max_length=32)]
+_Runs = Annotated[tuple[_Name, ...], msgspec.Meta(max_length=256)]
 
 DATATYPES = {
     "FP16": np.dtype(np.float16),
@@ -147,9 +148,18 @@ class _ConfigTensor(msgspec.Struct):
 
 BUNDLE_PARAMETER = "mha_deploy_bundle_sha256"
 """The parameter of a served model that names the manifest of its bundle, by its hash."""
-RUNS_PARAMETER = "runtimes"  # the engines or the runtime of a packaged model
+RUNS_PARAMETER = "runtimes"  # the engines or the runtime of a packaged model, as a list in JSON
 SEQUENCES_PARAMETER = "sequences"  # how many sequences have a KV cache at a time
 _LONGEST_NAME = 200
+
+
+def runs_in(parameter: str) -> tuple[str, ...]:
+    """The engines, or the runtime, that this parameter of a model lists.
+
+    Raises:
+        msgspec.DecodeError: It is no list of names, as that of somebody else may be.
+    """
+    return msgspec.json.decode(parameter, type=_Runs)
 
 
 class _ConfigParameter(msgspec.Struct):
@@ -664,7 +674,10 @@ class ServerRunner(Runner):
         served = config.parameters.get(BUNDLE_PARAMETER)
         self.bundle_sha256 = served.string_value if served is not None and served.string_value else None
         named = config.parameters.get(RUNS_PARAMETER)
-        self.runs = printable(named.string_value)[:_LONGEST_NAME] if named and named.string_value else None
+        self.runs = tuple[str, ...]()  # what runs the model, where the server says so in a form that is known
+        with suppress(msgspec.DecodeError, RecursionError):
+            listed = () if named is None else runs_in(named.string_value)
+            self.runs = tuple(printable(name)[:_LONGEST_NAME] for name in listed)
         self.title = f"{server.name} {self.model}"
         self.name = f"{server.name} {server.version}".strip() + f" {self.model}"
         # Triton has no tensor without dimensions: a number for each batch element is sent as [B, 1].

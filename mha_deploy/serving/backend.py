@@ -23,7 +23,7 @@ from mha_deploy.errors import BackendUnavailable, BundleError, DeployError
 from mha_deploy.model.spec import KVCache, ModelSpec
 from mha_deploy.runtime import RUNNERS
 from mha_deploy.runtime.child import isolation
-from mha_deploy.runtime.kserve import RUNS_PARAMETER, SEQUENCES_PARAMETER
+from mha_deploy.runtime.kserve import RUNS_PARAMETER, SEQUENCES_PARAMETER, runs_in
 from mha_deploy.runtime.runner import Arrays, Runner
 from mha_deploy.text import group_by
 from mha_deploy.validation.decode import DecodeLoop, DeviceDecodeLoop, HostDecodeLoop
@@ -332,7 +332,7 @@ class TritonPythonModel:
         self._outputs = [each["name"] for each in config["output"]]
         self._model = ServedModel(
             Path(args["model_repository"]) / args["model_version"],
-            settings[RUNS_PARAMETER].split(","),
+            runs_in(settings[RUNS_PARAMETER]),
             batched=int(config.get("max_batch_size", 0)) > 0,
             sequences=int(settings.get(SEQUENCES_PARAMETER, "0")),
         )

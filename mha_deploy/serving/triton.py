@@ -452,7 +452,7 @@ class Packaging:
         config.parameters[_OWNER].string_value = sha256(self.bundle.path / MANIFEST)
         group = config.instance_group.add(count=options.instances)
         group.kind = group.KIND_GPU if self.on_gpu else group.KIND_CPU
-        config.parameters[RUNS_PARAMETER].string_value = ",".join(self.runtimes)
+        config.parameters[RUNS_PARAMETER].string_value = json.dumps(self.runtimes)
         if options.variant == PLAN:
             config.platform, config.backend = PLAN, "tensorrt"
             self._add_plans(config, version, group)

@@ -229,9 +229,9 @@ class ServingRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     judged: Annotated[int, means("outputs that were judged")]
     wrong: Annotated[int, means("outputs that were wrong")]
     runs: Annotated[
-        str | None,
-        means("engine or runtime in the server, according to its configuration; null if not stated"),
-    ] = None
+        tuple[str, ...],
+        means("engines or runtime in the server, according to its configuration; empty if not stated"),
+    ] = ()
 
 
 class ThroughputRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

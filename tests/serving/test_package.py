@@ -350,7 +350,7 @@ def test_one_model_serves_several_kinds_of_gpu(plan):
 def test_the_python_backend_takes_all_engines(with_engines, tmp_path):
     folder = with_engines("tiny-gqa", {}, {"gpu": ADA})
     made = md.package(folder, tmp_path / "models", runtimes=["engine-0", "engine-1"])
-    assert config_of(made).parameters["runtimes"].string_value == "engine-0,engine-1"
+    assert config_of(made).parameters["runtimes"].string_value == '["engine-0", "engine-1"]'
     assert {"1/bundle/engines/engine-0.engine", "1/bundle/engines/engine-1.json"} <= set(made.files)
     assert "1/bundle/model.onnx" not in made.files  # an engine needs no graph
     from mha_deploy.serving.backend import ServedModel
@@ -359,6 +359,45 @@ def test_the_python_backend_takes_all_engines(with_engines, tmp_path):
         ServedModel(made.path / "1", ["engine-0", "engine-1"], batched=True)
     assert "engine-0" in caught.value.got
     assert "engine-1" in caught.value.got
+
+
+@pytest.fixture
+def triton_model(monkeypatch):
+    """A function that loads a package as Triton's Python backend does: by its configuration alone."""
+    from types import ModuleType, SimpleNamespace
+
+    from google.protobuf import json_format
+
+    from mha_deploy.runtime.child import isolation
+    from mha_deploy.serving.backend import TritonPythonModel
+
+    utils = ModuleType("triton_python_backend_utils")
+    utils.Tensor = lambda name, array: SimpleNamespace(as_numpy=lambda: array)
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    monkeypatch.setattr(isolation, "enabled", isolation.enabled)
+
+    def load(made):
+        config = json_format.MessageToJson(config_of(made), preserving_proto_field_name=True)
+        model, place = TritonPythonModel(), {"model_repository": str(made.path), "model_version": "1"}
+        model.initialize({**place, "model_config": config})
+        return model
+
+    return load
+
+
+def test_the_backend_reads_its_runtime_from_the_configuration(package, triton_model):
+    triton_model(package("tiny-gqa")).finalize()
+
+
+def test_an_engine_may_have_any_name_that_a_file_may_have(with_engines, tmp_path, triton_model):
+    folder = with_engines("tiny-gqa", {})
+    for each in (folder / "engines").glob("engine-0.*"):
+        each.rename(each.with_stem("h100,v2 'b'"))
+    made = md.package(folder, tmp_path / "models", runtimes=["h100,v2 'b'"])
+    assert "1/bundle/engines/h100,v2 'b'.engine" in made.files
+    with pytest.raises(md.DeployError, match="No packaged engine can run here") as caught:
+        triton_model(made)
+    assert caught.value.got.startswith("h100,v2 'b': "), "it was found, and is for another GPU"
 
 
 PLUGIN = {

@@ -57,7 +57,7 @@ def test_a_packaged_model_is_served_and_validated(request, run_cli, bundles, tmp
     data = json.loads(done.out)
     assert data["parity"][0]["runtime"].startswith("triton 2.")
     assert [each["wrong"] for each in data["serving"]] == [0, 0]
-    assert data["serving"][0]["runs"] == "ort-cpu"
+    assert data["serving"][0]["runs"] == ["ort-cpu"]
 
 
 @pytest.mark.slow

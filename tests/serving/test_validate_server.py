@@ -33,8 +33,8 @@ def test_golden_cases_pass_with_one_client_and_with_several(served, bundles):
     assert one["judged"] > 0
     assert four["wrong"] == 0
     assert 0 < four["p50_ms"] <= four["p90_ms"] <= four["p99_ms"]
-    assert one["runs"] == server.config["parameters"]["runtimes"]["string_value"]
-    assert one["runs"] in report.to_html()
+    assert one["runs"] == json.loads(server.config["parameters"]["runtimes"]["string_value"]) == ["ort-cpu"]
+    assert one["runs"][0] in report.to_html()
     assert " ms" in dict(key_figures(report.to_dict()))["fastest engine"]
     kinds = [each["cases"] for each in report.to_dict()["parity"]]
     assert kinds[0] == "golden"
@@ -106,6 +106,19 @@ def test_a_server_of_another_bundle_fails_though_its_results_are_right(served, b
     assert [each.kind for each in report.findings if each.level == "failure"] == [Kind.OTHER_BUNDLE]
     del server.config["parameters"]["mha_deploy_bundle_sha256"]
     assert md.validate(bundles("tiny-gqa"), **options).passed, "other servers do not say"
+
+
+@pytest.mark.parametrize(
+    ("stated", "runs"),
+    [('["h100,v2", "b"]', ["h100,v2", "b"]), ("ort-cpu", []), ('{"a": 1}', []), ("[" * 5000, []), ("", [])],
+)
+def test_what_a_server_runs_is_what_it_says_in_a_form_that_is_known(served, bundles, stated, runs):
+    server = served("tiny-gqa")
+    server.config["parameters"]["runtimes"]["string_value"] = stated
+    report = md.validate(bundles("tiny-gqa"), url=server.url, clients=(1,), requests=1, probe=False)
+    assert report.passed
+    assert [each["runs"] for each in load_of(report)] == [runs]
+    assert all(name in report.to_html() for name in runs)
 
 
 def test_a_model_with_other_inputs_is_refused_before_anything_is_sent(served, bundles):
