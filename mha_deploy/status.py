@@ -82,6 +82,7 @@ class Kind(Word):
     OUT_OF_BUDGET = "out of budget"
     LENGTHS = "lengths"
     DID_NOT_RUN = "did not run"
+    DID_NOT_BUILD = "did not build"
     DID_NOT_CLOSE = "did not close"
     NO_REFERENCE = "no reference"
     BEYOND_TYPE = "beyond type"

@@ -202,6 +202,7 @@ _REASONS: Mapping[Kind, str | Callable[[Reason, float | None], str]] = {
     Kind.OUT_OF_BUDGET: _out_of_budget,
     Kind.LENGTHS: "{0.got} tokens, not {0.wanted}",
     Kind.DID_NOT_RUN: "could not be run: {0.got}",
+    Kind.DID_NOT_BUILD: "could not be built: {0.got}",
     Kind.NO_REFERENCE: "the model itself has no result: {0.got}",
     Kind.BEYOND_TYPE: "input {0.got} has {0.numbers[largest]:.3g}, and the largest number of {0.wanted} is "
     "{0.numbers[limit]:.5g}",

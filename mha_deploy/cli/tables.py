@@ -707,10 +707,12 @@ def bisection_renderable(found: Bisection, *, verbose: bool = False) -> Renderab
         words = "the outputs of every golden case that it takes are right: nothing to bisect"
         if found.unverified:
             words = "no output is wrong, so there is nothing to bisect; not verified: "
-            words += "; ".join(found.unverified)
+            words += "; ".join(
+                f"{each.case}/{each.output}: {reason_text(each.reason)}" for each in found.unverified
+            )
         return Group(head(found.outcome, words), Text(f"{found.model} on {found.runtime}, {runs}"))
     where = f"{found.model} on {found.runtime}, case {found.case}, {runs}, against {found.reference}"
-    lines = [f"wrong: {found.wrong}"]
+    lines = [f"wrong: {found.wrong.output}: {reason_text(found.wrong.reason)}"]
     if found.first_wrong or found.last_right:
         last = f"the last right one is {found.last_right}" if found.last_right else "there is none before it"
         first = found.first_wrong or "none: the fault is after the last attention"

@@ -678,7 +678,7 @@ def trials_table(trials: Sequence[Data]) -> Table:
     """What was run to attribute a fault."""
     rows = [
         (
-            each["name"],
+            each["name"] if each["reason"] is None else f"{each['name']}, {reason_words(each['reason'])}",
             outcome_cell(each["outcome"]),
             share_cell(each["share"], failed=each["outcome"] == "failed"),
         )

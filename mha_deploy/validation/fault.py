@@ -97,6 +97,9 @@ class FaultTrial(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         means("whether every failing case is right there; `not verified` if it could not be tried"),
     ]
     share: Annotated[float | None, means("share of the budget it used; null if not finite")] = None
+    reason: Annotated[
+        Reason | None, means("why it could not be tried: `did not build` or `did not run`; null if it was")
+    ] = None
 
 
 class FaultReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,18 +124,18 @@ def attribute_fault(
 
     def passes(what: str, open_: Callable[[], Runner]) -> bool | None:
         """Run the failing cases in something else than the engine; None where that cannot be tried."""
-        step, verdicts = "built", list[OutputVerdict]()
+        step, verdicts = Kind.DID_NOT_BUILD, list[OutputVerdict]()
         try:
             with open_() as runner:
-                step = "run"
+                step = Kind.DID_NOT_RUN
                 for case in failing_cases:
                     got = runner.run(case.inputs)
                     own = {output: got[output] for output in got if output in case.oracle}  # a twin has more
                     verdicts += judge.judge_case(case, own, precision)
         except DeployError as error:
-            problem = f"could not be {step}: {' '.join(str(error).split())}"
-            trials.append(FaultTrial(name=f"{what}, {problem}", outcome=Outcome.NOT_VERIFIED))
-            missing.append(f"{what} {problem}")
+            reason = Reason(kind=step, got=error.in_one_line)
+            trials.append(FaultTrial(name=what, outcome=Outcome.NOT_VERIFIED, reason=reason))
+            missing.append(f"{what} {reason_text(reason)}")
             return None
         passed = not any(verdict.is_wrong for verdict in verdicts)
         outcome, share = Outcome.passing(passed), judge.largest_share(verdicts)
@@ -258,6 +261,14 @@ class Suspect(Struct, frozen=True, kw_only=True):
     is_start: bool = False
 
 
+class OutputReason(Struct, frozen=True, kw_only=True):
+    """What is wrong with an output, or why it is not verified."""
+
+    case: str  # name of the case
+    output: str  # name of the output, or of the attention
+    reason: Reason
+
+
 class Bisection(Struct, frozen=True, kw_only=True):
     """Where a model goes wrong."""
 
@@ -266,9 +277,9 @@ class Bisection(Struct, frozen=True, kw_only=True):
     runtime: str
     case: str  # the golden case that was looked into
     # What is wrong with the whole; None where nothing is, and then nothing was looked for
-    wrong: str | None = None
+    wrong: OutputReason | None = None
     # Outputs of which a case shows neither that they are right nor that they are wrong, and why
-    unverified: tuple[str, ...] = ()
+    unverified: tuple[OutputReason, ...] = ()
     attentions: int  # how many attentions can be compared
     last_right: str | None = None  # the last attention that is right, if any is
     first_wrong: str | None = None  # the first that is wrong, if any is
@@ -367,7 +378,7 @@ def bisect_bundle(
         found,
         missing_weights=weights.missing,
         changed_weights=weights.changed,
-        wrong=f"{wrong.name}: {wrong.problem}",
+        wrong=wrong.found,
         attentions=len(search.values),
         last_right=last_right,
         first_wrong=first.name if first else None,
@@ -404,10 +415,22 @@ class _WrongValue(NamedTuple):
     name: str
     problem: str | None
     limit: float | None  # the largest relative error that would be right
+    found: OutputReason | None = None  # the same as data, where an oracle judged it
 
 
-def _wrong_value(verdict: OutputVerdict) -> _WrongValue:
-    return _WrongValue(verdict.output, verdict.problem, (verdict.budget or {}).get("relative_l2"))
+def _wrong_value(case: str, verdict: OutputVerdict) -> _WrongValue:
+    """What is wrong with an output, or an attention, of a case."""
+    (found,), limit = _with_reasons(case, [verdict]), (verdict.budget or {}).get("relative_l2")
+    return _WrongValue(verdict.output, verdict.problem, limit, found)
+
+
+def _with_reasons(case: str, verdicts: Iterable[OutputVerdict]) -> list[OutputReason]:
+    """Those of the outputs of a case that did not pass."""
+    return [
+        OutputReason(case=case, output=each.output, reason=each.reason)
+        for each in verdicts
+        if each.reason is not None
+    ]
 
 
 class _FaultSearch:
@@ -433,7 +456,7 @@ class _FaultSearch:
         self.graph_name = "" if graph is None else graph.name
         self.names = names
         self.fit: Fit | None = None  # of another graph, once it was opened
-        self.unverified = list[str]()  # outputs that are neither right nor wrong
+        self.unverified = list[OutputReason]()  # outputs that are neither right nor wrong
         entry = bundle.manifest.layers
         # Of another graph, attentions can be compared that have the same name.
         theirs = {str(value.name) for node in self.model.graph for value in node.outputs}
@@ -470,11 +493,11 @@ class _FaultSearch:
                 self.on_step(Step("case", case.name))
                 judged = judge.judge_case(case, runner.run(case.inputs), self.precision)
                 open_ = [each for each in judged if each.outcome is Outcome.NOT_VERIFIED]
-                self.unverified += [f"{case.name}/{each.output}: {each.problem}" for each in open_]
+                self.unverified += _with_reasons(case.name, open_)
                 if (wrong := next((each for each in judged if each.is_wrong), None)) is not None:
                     if case is not self.case:  # the bundle does not have the attentions of others
                         self.case, self.layers = case, None
-                    return _wrong_value(wrong)
+                    return _wrong_value(case.name, wrong)
         return None
 
     def run(self, values: Sequence[str]) -> dict[str, np.ndarray]:
@@ -500,7 +523,7 @@ class _FaultSearch:
         last_right = None
         for verdict in _judge_layers(self.layers, by_node, self.precision):
             if verdict.is_wrong:
-                return last_right, _wrong_value(verdict)
+                return last_right, _wrong_value(self.case.name, verdict)
             last_right = verdict.output
         return None, None
 
@@ -518,7 +541,7 @@ class _FaultSearch:
                 problem = _problem(got, wanted[self.values[name]].astype(np.float64), limit)
                 return None if problem is None else _WrongValue(name, problem, limit)
             (found,) = _judge_layers(self.layers, {name: got}, self.precision)
-            return _wrong_value(found) if found.is_wrong else None
+            return _wrong_value(self.case.name, found) if found.is_wrong else None
 
         last_right, first_wrong, untried = None, None, list(self.values)
         made = {name: value_named(self.model.graph, value) for name, value in self.values.items()}

@@ -11,7 +11,8 @@ from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.cli.tables import bisection_renderable
 from mha_deploy.model.catalog import catalog_names, find_spec
 from mha_deploy.model.layer import kv_cache_bytes_per_token, parameter_count
-from mha_deploy.validation.fault import Bisection, Suspect
+from mha_deploy.status import Kind, Reason
+from mha_deploy.validation.fault import Bisection, OutputReason, Suspect
 
 FULL_SIZE = [name for name in catalog_names() if not name.startswith("tiny-")]
 
@@ -239,7 +240,9 @@ def test_doctor_reports_how_to_install_what_is_missing(run_cli, monkeypatch):
 
 def test_a_node_that_could_not_be_compared_is_suspected_beside_the_first_wrong_one():
     node = Suspect(node="add", operator="Add", value="sum", problem="relative error 0.05")
-    known = {"model": "m", "runtime": "b", "case": "opt", "attentions": 0, "runs": 1, "wrong": "output"}
+    known = {"model": "m", "runtime": "b", "case": "opt", "attentions": 0, "runs": 1}
+    reason = Reason(kind=Kind.SHAPE, got="(1,)", wanted="(2,)")
+    known["wrong"] = OutputReason(case="opt", output="output", reason=reason)
     for unseen in ((), ("matmul",)):
         console = Console(width=200, record=True, file=io.StringIO())
         console.print(bisection_renderable(Bisection(**known, first_node=node, unseen=unseen)))

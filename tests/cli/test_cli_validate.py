@@ -11,6 +11,7 @@ from bundle_edit import copy_of, edit_manifest, rehash
 
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.runtime.cuda import find_gpu
+from mha_deploy.status import Kind
 from mha_deploy.validation.records import check_report
 
 VERDICT = {"outcome", "case", "sizes", "output", "reason", "deviation", "budget", "share"}
@@ -262,7 +263,8 @@ def test_bisect_of_a_wrong_bundle_fails_and_names_its_reference(run_cli, folder)
     done = run_cli("bisect", folder, "--runtime", "ort-cpu", "--json")
     assert done.code == 1, done.err
     found = json.loads(done.out)
-    assert found["wrong"]
+    assert (found["wrong"]["case"], found["wrong"]["output"]) == ("opt", "output")
+    assert found["wrong"]["reason"]["kind"] == Kind.OUT_OF_BUDGET
     assert found["reference"] == "the graph in onnx-reference"
 
 

@@ -119,9 +119,9 @@ def failing():
         "at_fault": "fusion",
         "explanation": "The unfused twin of the engine is right, and so is ONNX Runtime on the same graph.",
         "trials": [
-            {"name": "canonical graph on ort-cpu", "outcome": "passed", "share": 0.09},
-            {"name": "unfused twin, fp16", "outcome": "passed", "share": 0.4},
-            {"name": "fused, fp32", "outcome": "failed", "share": 7.9},
+            {"name": "canonical graph on ort-cpu", "outcome": "passed", "share": 0.09, "reason": None},
+            {"name": "unfused twin, fp16", "outcome": "passed", "share": 0.4, "reason": None},
+            {"name": "fused, fp32", "outcome": "failed", "share": 7.9, "reason": None},
         ],
     }
     node = {

@@ -16,8 +16,10 @@ from mha_deploy.graph.file import load_graph, save_graph
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.mutate import mutated
 from mha_deploy.judge import judge_case
+from mha_deploy.report.table import trials_table
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.runner import Runner
+from mha_deploy.status import Kind, Reason
 from mha_deploy.validation.fault import attribute_fault
 
 # A runner in a child process that is not closed costs the next test a new process.
@@ -231,8 +233,9 @@ def test_a_twin_that_stops_at_run_time_is_recorded(bundles):
 
     found = attribute_fault(bundle, list(golden_cases(bundle)), lambda model: Stops(in_ort(model)))
     assert found.at_fault == "unknown"
-    stopped = [f"unfused engine, {name}, could not be run: Out of memory." for name in ("fp16", "fp32")]
-    assert [trial.name.partition(" try: ")[0] for trial in found.trials[1:]] == stopped
+    assert [trial.name for trial in found.trials[1:]] == ["unfused engine, fp16", "unfused engine, fp32"]
+    stopped = Reason(kind=Kind.DID_NOT_RUN, got="Out of memory.")
+    assert [trial.reason for trial in found.trials] == [None, stopped, stopped]
     assert Stops.closed == 2
 
 
@@ -241,7 +244,12 @@ def test_fault_is_plain_json_with_the_fields_of_the_report(bundles):
     cases = list(golden_cases(bundle))[:1]
     data = msgspec.to_builtins(attribute_fault(bundle, cases, behaving(ABSENT)))
     assert list(data) == ["at_fault", "explanation", "trials"]
-    assert all(list(trial) == ["name", "outcome", "share"] for trial in data["trials"])
-    assert data["trials"][0]["outcome"] == "passed"
-    assert data["trials"][1]["name"].startswith("unfused engine, fp16, could not be built: No builder.")
-    assert (data["trials"][1]["outcome"], data["trials"][1]["share"]) == ("not verified", None)
+    assert (data["trials"][0]["outcome"], data["trials"][0]["reason"]) == ("passed", None)
+    assert data["trials"][1] == {
+        "name": "unfused engine, fp16",
+        "outcome": "not verified",
+        "share": None,
+        "reason": {"kind": "did not build", "got": "No builder. nothing"},
+    }
+    assert not [text for text in (str(data), trials_table(data["trials"])) if "install it" in str(text)]
+    assert "No builder." in str(trials_table(data["trials"])), "a reader is told why"

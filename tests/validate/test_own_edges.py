@@ -16,7 +16,7 @@ from mha_deploy.errors import BundleError
 from mha_deploy.judge import judge_case
 from mha_deploy.model.precision import find_precision
 from mha_deploy.options import ValidateOptions
-from mha_deploy.status import Outcome
+from mha_deploy.status import EMPTY_ORACLE, Kind, Outcome
 from mha_deploy.validation.fault import case_to_bisect, reference_for
 from mha_deploy.validation.run import validate_bundle
 
@@ -76,6 +76,10 @@ def test_zeros_verify_nothing(tmp_path, factory, outputs, attentions):
     found = md.bisect(bundle, "ort-cpu")  # which compares outputs alone, and is no kinder
     assert (found.outcome is Outcome.NOT_VERIFIED) is not outputs
     assert bool(found.unverified) is not outputs
+    assert {each.reason.kind for each in found.unverified} <= EMPTY_ORACLE | {Kind.ORACLE_SUBNORMAL}
+    assert {(each.case, each.output) for each in found.unverified} <= {
+        (verdict.case, verdict.output) for each in report.evaluations for verdict in each.verdicts
+    }
     parity = {each.cases: each for each in next(each.parity for each in report.evaluations if each.parity)}
     assert (parity["golden"].passed, parity["layers"].passed) == (outputs, attentions)
     assert report.fault is None
