@@ -399,8 +399,7 @@ def package(
             "name, which PyTorch imports; a safer one is `models`"
         )
     lines.append(f"start: {found.path / 'README.md'} has the commands, with Docker and without")
-    left_out = [f"{name}: {why}" for name, why in found.left_out.items()]
-    data = {**vars(found), "path": str(found.path), "left_out": left_out}
+    data = {**vars(found), "path": str(found.path)}
     return Result(data, lambda: lines, verdict=lines[0])
 
 

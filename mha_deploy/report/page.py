@@ -512,7 +512,8 @@ def bench_page(data: Data) -> str:
         parts = [("text", entry["model"]["summary"]), ("text", "; ".join(engines) or "0 engines"), *timed]
         parts.append(("table", entry["throughput"] and tables.throughput_table(entry["throughput"])))
         sections.append(PageSection(f"model-{index}", name, parts))
-    sections += [PageSection("notes", "Notes", [("list", data["notes"])])] if data["notes"] else []
+    notes = tables.bench_notes(data["models"])
+    sections += [PageSection("notes", "Notes", [("list", notes)])] if notes else []
     reproduce = environment(data["tool"], data["environment"], None)
     sections.append(PageSection("environment", "Reproduce", reproduce))
     gpu = data["environment"]["gpu"]

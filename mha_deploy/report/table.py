@@ -267,6 +267,12 @@ def shown_notes(report: Data, *, without: Collection[str] = ()) -> list[str]:
     return [*(absent_text(each["name"], each["reason"]) for each in absent), *report["notes"]]
 
 
+def bench_notes(models: Sequence[Data]) -> list[str]:
+    """What of a benchmark could not be timed here, by model."""
+    absent = [(each["model"]["name"], one) for each in models for one in each["absent"]]
+    return list(dict.fromkeys(f"{name}: {absent_text(one['name'], one['reason'])}" for name, one in absent))
+
+
 _NOTABLE = ("bad", "doubt", "over", "problem")
 
 

@@ -19,7 +19,7 @@ from mha_deploy.runtime.cuda import open_gpu
 from mha_deploy.runtime.gpu import measure_throughput
 from mha_deploy.runtime.timing import TimingPlan
 from mha_deploy.status import Kind, Outcome, Reason
-from mha_deploy.text import absent_text, reason_text
+from mha_deploy.text import reason_text
 from mha_deploy.validation import evaluate, runtimes
 from mha_deploy.validation.evaluate import WRONG, Evaluation, EvaluationPlan, LatencyPoint
 from mha_deploy.validation.records import (
@@ -67,14 +67,13 @@ class ModelBench:
             engines=engines_in(self.engines, self.absent, self.evaluations),
             latency=latency_record(self.points),
             throughput=self.throughput,
+            absent=self.absent,
         )
 
 
 def bench_record(benches: Sequence[ModelBench]) -> BenchRecord:
     """What `bench.json` stores."""
-    absent = [(bench.bundle.manifest.spec.name, each) for bench in benches for each in bench.absent]
-    notes = tuple(dict.fromkeys(f"{name}: {absent_text(each.name, each.reason)}" for name, each in absent))
-    return BenchRecord(**report_header(), models=tuple(bench.record for bench in benches), notes=notes)
+    return BenchRecord(**report_header(), models=tuple(bench.record for bench in benches))
 
 
 def bench_bundle(

@@ -334,6 +334,10 @@ class TimesRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         tuple[ThroughputRecord, ...],
         means("calls per second on several CUDA streams; empty if not requested"),
     ]
+    absent: Annotated[
+        tuple[Unavailable, ...],
+        means("runtimes and engines that could not be timed here"),
+    ] = ()
 
 
 class BenchRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -344,7 +348,6 @@ class BenchRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     created: Annotated[str, means("when, in UTC, as `2026-01-31T12:00:00Z`")]
     environment: Annotated[EnvironmentRecord, means("where it ran")]
     models: Annotated[tuple[TimesRecord, ...], means("one for every model and precision")]
-    notes: Annotated[tuple[str, ...], means("further remarks for the reader")]
 
 
 # -- What is known of a machine, a bundle and its engines ------------------------------------------

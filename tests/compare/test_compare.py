@@ -564,7 +564,7 @@ def test_thresholds_are_options():
 def bench_of(*reports):
     entries = [{key: report[key] for key in ("model", "engines", "latency")} for report in reports]
     frame = {key: passing()[key] for key in ("format", "tool", "created", "environment")}
-    return {**frame, "models": entries, "notes": []}
+    return {**frame, "models": entries}
 
 
 @pytest.mark.parametrize(

@@ -304,6 +304,15 @@ def test_a_row_has_one_color_on_the_whole_page():
     assert len(found) == len({name for _, name in found}) == 8
 
 
+def test_a_benchmark_names_what_could_not_be_timed_with_its_model():
+    data = bench()
+    assert 'id="notes"' not in bench_page(data)
+    data["models"][1]["absent"] = [{"name": "ort-cuda", "reason": "ONNX Runtime has no CUDA here"}]
+    _, _, notes = bench_page(data).partition('id="notes"')
+    assert "gpt2: ort-cuda" in notes
+    assert "ONNX Runtime has no CUDA here" in notes
+
+
 def test_a_benchmark_of_nothing_makes_a_page():
     data = bench()
     data["models"][0]["latency"] = None

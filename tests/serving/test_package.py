@@ -389,6 +389,15 @@ def test_the_backend_reads_its_runtime_from_the_configuration(package, triton_mo
     triton_model(package("tiny-gqa")).finalize()
 
 
+def test_engines_that_are_not_in_a_package_are_listed_with_their_reasons(with_engines, tmp_path, run_cli):
+    folder = with_engines("tiny-gqa", {})
+    if not (misfits := md.inspect(folder / "engines" / "engine-0.engine").misfits):
+        pytest.skip("the engine runs here")
+    done = run_cli("package", folder, "--triton", tmp_path / "models", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["left_out"] == {"engine-0": "; ".join(misfits)}
+
+
 def test_an_engine_may_have_any_name_that_a_file_may_have(with_engines, tmp_path, triton_model):
     folder = with_engines("tiny-gqa", {})
     for each in (folder / "engines").glob("engine-0.*"):

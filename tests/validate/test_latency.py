@@ -23,7 +23,7 @@ from mha_deploy.validation import bench
 from mha_deploy.validation.bench import BenchOptions, ModelBench, bench_record
 from mha_deploy.validation.evaluate import EvaluationPlan, LatencyRow, evaluate, latency_point, time_case
 from mha_deploy.validation.records import check_bench
-from mha_deploy.validation.runtimes import Runtime
+from mha_deploy.validation.runtimes import Runtime, Unavailable
 
 FP16 = find_precision("fp16")
 DYNAMIC, PREALLOCATED, WHOLE = (find_spec(f"tiny-{name}") for name in ("dynamic", "preallocated", "gqa"))
@@ -281,6 +281,17 @@ def test_the_figures_keep_the_format_of_a_benchmark(bundles):
     at = decode_point(PREALLOCATED, {"B": 2, "S": 1, "T": 64}, row("eager", 9.0), lengths=[63, 63])
     found = ModelBench(bundle=bundle, engines=(), evaluations=(), absent=(), points=(at,))
     assert check_bench(as_plain(bench_record([found]))) == []
+
+
+def test_a_benchmark_records_what_was_skipped_as_data(bundles):
+    skipped = (Unavailable(name="ort-cuda", reason="no CUDA: here"),)
+    kept = {"bundle": bundles("tiny-gqa"), "engines": (), "evaluations": (), "points": ()}
+    data = as_plain(bench_record([ModelBench(**kept, absent=skipped), ModelBench(**kept, absent=())]))
+    assert [each["absent"] for each in data["models"]] == [
+        [{"name": "ort-cuda", "reason": "no CUDA: here"}],
+        [],
+    ]
+    assert check_bench(data) == []
 
 
 # -- which cases are timed ---------------------------------------------------------------------
