@@ -184,8 +184,13 @@ def failed_to_run(case: GoldenCase, message: str) -> list[OutputVerdict]:
 
 def largest_share(verdicts: Iterable[OutputVerdict]) -> float | None:
     """The largest share of a budget that was used; None where an output had no number to compare."""
-    shares = [verdict.share for verdict in verdicts]
-    return max((share for share in shares if share is not None), default=None) if None not in shares else None
+    return largest_number(verdict.share for verdict in verdicts)
+
+
+def largest_number(shares: Iterable[float | None]) -> float | None:
+    """The largest of the shares of several outputs; None where one of them has no number."""
+    known = list(shares)
+    return max((share for share in known if share is not None), default=None) if None not in known else None
 
 
 def same_bits(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:

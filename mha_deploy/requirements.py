@@ -21,7 +21,7 @@ from mha_deploy.errors import DeployError, nearest
 from mha_deploy.files import check_plain, problem_in, read_regular
 from mha_deploy.keywords import alternatives
 from mha_deploy.options import OF_DEPLOY, BenchOptions, EngineOptions, ExportOptions, ValidateOptions
-from mha_deploy.status import Outcome, means
+from mha_deploy.status import Outcome, Place, means
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -71,9 +71,13 @@ class Requirement(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     name: Annotated[str, means("`max_budget_share`, `max_latency_p99` or `top1_agreement`")]
     wanted: Annotated[float, means("the limit")]
-    got: Annotated[float | None, means("the worst figure; null if nothing was measured")]
+    got: Annotated[
+        float | None, means("the worst figure; null if nothing was measured, or an output has no number")
+    ]
     outcome: Annotated[Outcome, means("whether it holds")]
-    place: Annotated[str, means("the runtime and output that is worst")] = ""
+    place: Annotated[
+        Place, means("the runtime or engine, case and output that is worst, or was not measured")
+    ] = Place()
 
 
 # -- Which options a file may set ------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import TypeVar
 
-from mha_deploy.status import CaseKind, Finding, Gap, Kind, Reason
+from mha_deploy.status import CaseKind, Finding, Gap, Kind, Place, Reason
 
 # -- Numbers ---------------------------------------------------------------------------------------
 
@@ -387,6 +387,19 @@ def _about_requests(finding: Finding) -> str:
     return f"{clients}: {failed} ({', '.join(finding.names)}){left}: {finding.detail}"
 
 
+def _figure(finding: Finding) -> str:
+    return short(finding.numbers["got"]) if "got" in finding.numbers else "no number"
+
+
+def _measured_in(place: Place) -> str:
+    """Where a figure comes from: a runtime with its case and output, an engine, or an output of a runtime."""
+    if place.engine is not None:
+        return f"{place.engine} at {place.case}"
+    if place.case is None:
+        return f"{place.output} in {place.runner}"
+    return f"{place.runner}, {'/'.join(filter(None, (place.case, place.output)))}"
+
+
 def _about_data(finding: Finding) -> str:
     count, place = finding.numbers, finding.place
     status = "wrong" if finding.kind is Kind.WRONG_ON_DATA else "not verified"
@@ -434,7 +447,7 @@ _FINDINGS: Mapping[Kind, str | Callable[[Finding], str]] = {
         f"{plural(len(finding.names), 'weight')} ({summarize_names(finding.names)})"
     ),
     Kind.DEMAND_NOT_MET: lambda finding: (
-        f"{finding.names[0]}: {short(finding.numbers['got'])} {finding.detail}, "
+        f"{finding.names[0]}: {_figure(finding)} in {_measured_in(finding.place)}, "
         f"{_bound(finding.names[0])} {short(finding.numbers['wanted'])} is required"
     ),
     Kind.OTHER_BUNDLE: "the server serves another bundle (manifest {0.names[0]:.16}…, not "

@@ -42,6 +42,7 @@ from mha_deploy.files import (
     read_json,
     read_regular,
 )
+from mha_deploy.judge import largest_number
 from mha_deploy.keywords import typed_value
 from mha_deploy.model.catalog import find_spec, is_factory
 from mha_deploy.model.source import is_onnx_file
@@ -664,8 +665,7 @@ class Matrix(SavableResult):
 def _share(cell: MatrixCell) -> float | None:
     """The largest share of a budget; None where an output has none, since it is not finite or did not run."""
     runs = (cell.report or {}).get("parity") or ()
-    shares = [each["share"] for run in runs for each in run["verdicts"]]
-    return None if None in shares else max(shares, default=None)
+    return largest_number(each["share"] for run in runs for each in run["verdicts"])
 
 
 def _p50(cell: MatrixCell) -> float | None:

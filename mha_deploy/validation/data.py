@@ -425,7 +425,7 @@ def _judged(
         outcome=first.outcome if first is not None else passed,
         output=None if first is None else first.output,
         reason=None if first is None else first.reason,
-        share=max((v.share for v in verdicts if v.share is not None), default=None),
+        share=judge.largest_share(verdicts),
         errors={v.output: v.deviation.relative_l2 for v in verdicts if v.deviation is not None},
         original_errors={name: _relative(case.eager[name], x) for name, x in case.oracle.items()},
         counts={name: count_agreement(case.oracle[name], got[name]) for name in logits if name in got},

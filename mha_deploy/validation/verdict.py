@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -272,59 +272,80 @@ def findings(
     for demand in report.requirements:
         if demand.outcome is not Outcome.PASSED:
             kind, level = Kind.DEMAND_NOT_CHECKED, Severity.WARNING
-            numbers = {"wanted": demand.wanted}
-            if demand.got is not None:
-                kind, level, numbers = Kind.DEMAND_NOT_MET, Severity.FAILURE, {**numbers, "got": demand.got}
-            place = f"in {demand.place}" if demand.place else ""
-            about = {"names": (demand.name,), "numbers": numbers, "detail": place}
+            if demand.outcome is Outcome.FAILED:
+                kind, level = Kind.DEMAND_NOT_MET, Severity.FAILURE
+            numbers = {"wanted": demand.wanted, **({} if demand.got is None else {"got": demand.got})}
+            about = {"names": (demand.name,), "numbers": numbers, **msgspec.structs.asdict(demand.place)}
             about |= {"required_by": (demand.name,)} if level is Severity.FAILURE else {}
             yield _found(level, Section.REQUIREMENTS, kind, **about)
+
+
+class _Measured(NamedTuple):
+    """One figure that a requirement limits."""
+
+    place: Place
+    figure: float | None  # more is worse; None where nothing was measured, or there is no number
+    is_wrong: bool = False
 
 
 def _requirements(
     report: Validation, judged: Sequence[Evaluation], demands: Demands
 ) -> Iterator[Requirement]:
     """What is demanded in numbers, and the worst that was found; what was not measured is not verified."""
-    shares = [
-        (verdict.share, f"{each.label}, {verdict.case}/{verdict.output}")
-        for each in judged
-        for verdict in each.verdicts
-        if verdict.share is not None
-    ]
-    runtimes = () if report.data is None else report.data.runtimes
-    shares += [(one.share.max, f"{one.name} on data") for one in runtimes if one.share is not None]
-    rows = [
-        (row.timing, f"{row.name} at {point.case}")
-        for point in report.points
-        for row in point.rows
-        if row.family == TENSORRT
-    ]
-    times = [(timing.percentile(0.99), place) for timing, place in rows if timing is not None]
-    untimed = [place for timing, place in rows if timing is None]
-    agreed = [
-        (-output.agreement.top1, f"{output.name} in {one.name}")
-        for one in runtimes
-        for output in one.outputs
-        if output.agreement is not None
-    ]
-    kinds: tuple[tuple[str, list[tuple[float, str]], int, list[str]], ...] = (
-        ("max_budget_share", shares, 1, []),
-        ("max_latency_p99", times, 1, untimed),
-        ("top1_agreement", agreed, -1, []),
+    kinds = (
+        ("max_budget_share", _shares(report, judged), 1),
+        ("max_latency_p99", _latencies(report), 1),
+        ("top1_agreement", _disagreements(report), -1),
     )
-    for name, found, sign, missing in kinds:
-        wanted = getattr(demands, name)
-        if wanted is None:
-            continue
-        worst, place = max(found, default=(None, ""))
-        if worst is None or (
-            missing and worst <= sign * wanted
-        ):  # those that were measured say nothing of it
-            about: dict[str, Any] = {"outcome": Outcome.NOT_VERIFIED, "place": next(iter(missing), "")}
-            yield Requirement(name=name, wanted=wanted, got=None, **about)
-            continue
-        about = {"outcome": Outcome.passing(worst <= sign * wanted), "place": place}
-        yield Requirement(name=name, wanted=wanted, got=sign * worst, **about)
+    for name, found, sign in kinds:
+        if (wanted := getattr(demands, name)) is not None:
+            worst = _worst(found, sign * wanted)
+            got = None if worst is None or worst.figure is None else sign * worst.figure
+            if worst is None or (got is None and not worst.is_wrong):
+                outcome = Outcome.NOT_VERIFIED
+            else:
+                outcome = Outcome.passing(worst.figure is not None and worst.figure <= sign * wanted)
+            place = Place() if worst is None else worst.place
+            yield Requirement(name=name, wanted=wanted, got=got, outcome=outcome, place=place)
+
+
+def _worst(found: Iterable[_Measured], limit: float) -> _Measured | None:
+    """The figure that decides: of an output that is wrong without one, or beyond the limit, or missing."""
+
+    def badness(each: _Measured) -> tuple[bool, bool, float]:
+        beyond = each.figure is not None and each.figure > limit
+        return each.figure is None and each.is_wrong, beyond, _or_infinite(each.figure)
+
+    return max(found, key=badness, default=None)
+
+
+def _shares(report: Validation, judged: Sequence[Evaluation]) -> Iterator[_Measured]:
+    """The shares of the budget that outputs use, and the worst samples of the user's data."""
+    for each in judged:
+        for verdict in each.verdicts:
+            place = Place(runner=each.label, case=verdict.case, output=verdict.output)
+            yield _Measured(place, verdict.share, verdict.is_wrong)
+    for runtime in () if report.data is None else report.data.runtimes:
+        for sample in runtime.worst:
+            place = Place(runner=runtime.name, case=sample.sample, output=sample.output)
+            yield _Measured(place, sample.share, sample.outcome is Outcome.FAILED)
+
+
+def _latencies(report: Validation) -> Iterator[_Measured]:
+    """The 99th percentiles of engines."""
+    for point in report.points:
+        for row in point.rows:
+            if row.family == TENSORRT:
+                place = Place(engine=row.name, case=point.case)
+                yield _Measured(place, None if row.timing is None else row.timing.percentile(0.99))
+
+
+def _disagreements(report: Validation) -> Iterator[_Measured]:
+    """How far logits are from agreeing on the user's data."""
+    for runtime in () if report.data is None else report.data.runtimes:
+        for output in runtime.outputs:
+            if output.agreement is not None:
+                yield _Measured(Place(runner=runtime.name, output=output.name), -output.agreement.top1)
 
 
 def unfused_findings(manifest: Manifest, options: ValidateOptions) -> Iterator[Finding]:
@@ -604,8 +625,13 @@ def _about_runtimes(evaluations: Sequence[Evaluation], options: ValidateOptions)
                 yield _found(Severity.FAILURE, Section.INVARIANCE, Kind.NOT_INVARIANT, detail=detail, **about)
 
 
+def _or_infinite(figure: float | None) -> float:
+    """A figure; where there is no number, it is worse than any."""
+    return math.inf if figure is None else figure
+
+
 def _share(verdict: OutputVerdict) -> float:
-    return math.inf if verdict.share is None else verdict.share
+    return _or_infinite(verdict.share)
 
 
 def _place(report: ParityReport, worst: OutputVerdict) -> tuple[object, ...]:

@@ -168,10 +168,14 @@ def test_logits_that_are_not_finite_fail_and_the_report_can_be_written(trained, 
         if values.dtype.kind == "f":
             tensor.CopyFrom(numpy_helper.from_array(values * np.nan, tensor.name))
     onnx.save(model, wrong_graph)
-    report = md.validate(bundle, graphs=[wrong_graph], data=folder / "held-out.npz", data_limit=2, **QUICK)
+    about = {"data": folder / "held-out.npz", "data_limit": 2, "requirements": {"max_budget_share": 1.0}}
+    report = md.validate(bundle, graphs=[wrong_graph], **about, **QUICK)
     assert report.outcome == "failed"
     data = report.to_dict()
     assert check_report(data) == []
+    (requirement,) = data["requirements"]
+    assert (requirement["outcome"], requirement["got"]) == ("failed", None)
+    assert requirement["place"]["output"] == "logits"
     (logits,) = data["data"]["runtimes"][0]["outputs"]
     assert (logits["agreement"]["kl"], logits["agreement"]["kl_max"]) == (None, None)
     assert logits["original_agreement"]["kl"] >= 0

@@ -15,7 +15,7 @@ from mha_deploy.engine.engine import Ledger
 from mha_deploy.judge import OutputVerdict, ParityReport
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import ValidateOptions
-from mha_deploy.status import Kind, Outcome, Reason
+from mha_deploy.status import Kind, Outcome, Place, Reason, Section, Severity
 from mha_deploy.validation.evaluate import Evaluation, LatencyPoint, LatencyRow
 from mha_deploy.validation.invariance import InvarianceCheck
 from mha_deploy.validation.runtimes import TENSORRT, Runtime, Unavailable
@@ -110,6 +110,50 @@ def test_a_limit_of_latency_holds_only_where_every_engine_has_a_time(limit, is_t
     (requirement,) = record.requirements
     assert requirement.outcome == outcome
     assert (requirement.got is None) is (outcome == "not verified")
+    assert requirement.place == Place(engine="trt" if outcome != "not verified" else "other", case="opt")
+
+
+NO_NUMBER = {
+    Outcome.FAILED: Reason(kind=Kind.NOT_FINITE, index=(0,), numbers={"count": 1}),
+    Outcome.NOT_VERIFIED: Reason(kind=Kind.ORACLE_ZERO),
+}
+
+
+@pytest.mark.parametrize(
+    ("shares", "outcome", "got", "case"),
+    [
+        ([0.2, 0.4], "passed", 0.4, "case 1"),
+        ([0.2, 0.6, 0.3], "failed", 0.6, "case 1"),
+        ([0.2, Outcome.FAILED], "failed", None, "case 1"),
+        ([Outcome.FAILED, 0.6], "failed", None, "case 0"),
+        ([Outcome.NOT_VERIFIED, 0.2], "not verified", None, "case 0"),
+        ([Outcome.NOT_VERIFIED, 0.6], "failed", 0.6, "case 1"),
+        ([Outcome.NOT_VERIFIED, Outcome.FAILED], "failed", None, "case 1"),
+        ([], "not verified", None, None),
+    ],
+)
+def test_a_limit_of_the_budget_holds_only_where_every_output_has_a_number(shares, outcome, got, case):
+    about = {"sizes": {"B": 1}, "output": "y"}
+    verdicts = tuple(
+        OutputVerdict(case=f"case {i}", outcome=each, reason=NO_NUMBER[each], **about)
+        if isinstance(each, Outcome)
+        else OutputVerdict(case=f"case {i}", outcome=Outcome.PASSED, share=each, **about)
+        for i, each in enumerate(shares)
+    )
+    one = evaluation("ort", [])
+    (parity,) = one.parity
+    judged = [dataclasses.replace(one, parity=(msgspec.structs.replace(parity, verdicts=verdicts),))]
+    record = concluded(judged=judged, options=ValidateOptions(requirements={"max_budget_share": 0.5}))
+    (requirement,) = record.requirements
+    assert (requirement.outcome, requirement.got) == (outcome, got)
+    assert requirement.place == (Place(runner="ort", case=case, output="y") if case else Place())
+    found = [each for each in record.findings if each.section is Section.REQUIREMENTS]
+    assert [(each.kind, each.place, each.level) for each in found] == {
+        "passed": [],
+        "failed": [(Kind.DEMAND_NOT_MET, requirement.place, Severity.FAILURE)],
+        "not verified": [(Kind.DEMAND_NOT_CHECKED, requirement.place, Severity.WARNING)],
+    }[outcome]
+    assert all(case in each.text for each in found if outcome == "failed")
 
 
 @pytest.mark.parametrize("outcome", RANKS)
@@ -121,12 +165,12 @@ def test_a_runtime_in_which_batch_elements_change_each_other_is_not_right(outcom
     assert not dataclasses.replace(judged, parity=()).is_right
 
 
-def concluded(axes=None, observed=(), **about):
+def concluded(axes=None, observed=(), judged=None, options=None, **about):
     spec = SimpleNamespace(name="made", axes=axes or {}, attention_count=1)
     manifest = SimpleNamespace(spec=spec, attention=[1], notes=(), observed=observed, shrunk=[], loss=None)
-    judged = [evaluation("ort", [Outcome.PASSED])]
+    judged = judged or [evaluation("ort", [Outcome.PASSED])]
     report = Validation(bundle=SimpleNamespace(manifest=manifest), evaluations=tuple(judged), **about)
-    return conclude(report, judged, ValidateOptions())
+    return conclude(report, judged, options or ValidateOptions())
 
 
 def test_the_headline_has_the_reason_of_what_is_not_verified():
