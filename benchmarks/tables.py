@@ -19,8 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from mha_deploy.regression.record import Line, medians, read_lines
+from mha_deploy.regression.record import Line, LineKind, medians, read_lines
 from mha_deploy.report.table import Cell, RawRow, Table, markdown, table
+from mha_deploy.status import Outcome
 from mha_deploy.text import plural, short
 
 HERE = Path(__file__).resolve().parent
@@ -41,7 +42,7 @@ def marks(lines: Sequence[Line]) -> str:
     found = {
         "†": len(medians(lines)) < LEAST_PROCESSES,
         "‡": any(line.is_throttled for line in lines),
-        "§": any(line.p50 and (line.timing.get("host_us") or 0.0) > 0.8 * line.p50 for line in lines),
+        "§": any(line.p50 and line.timing and line.timing.host_us > 0.8 * line.p50 for line in lines),
     }
     return "".join(mark for mark, applies in found.items() if applies)
 
@@ -50,7 +51,7 @@ def figure(lines: Sequence[Line], *, best: bool) -> Cell:
     """The lines of one runtime in one row: the median of its processes, with their spread."""
     found = medians(lines)
     if not found:
-        return Cell(text="wrong" if lines[0].parity.startswith("wrong") else "not timed")
+        return Cell(text="wrong" if lines[0].outcome is Outcome.FAILED else "not timed")
     value, span = median(found), f"{short(min(found))}–{short(max(found))}"
     shown = f"{short(value)} ({span})" if len(found) > 1 else short(value)
     return Cell(text=shown, status="best" if best else "", order=value, suffix=marks(lines))
@@ -75,7 +76,7 @@ def fastest(figures: Mapping[str, Sequence[Line]]) -> str | None:
 
 def latency_table(lines: Sequence[Line]) -> Table:
     """A row for every model and size, a column for every runtime; then how many times as fast engines are."""
-    timed = [line for line in lines if line.kind == "time"]
+    timed = [line for line in lines if line.kind is LineKind.TIME]
     names, rows = list(dict.fromkeys(line.runtime for line in timed)), list[RawRow]()
     for key in dict.fromkeys(line.row for line in timed):
         alike = [line for line in timed if line.row == key]
@@ -97,9 +98,9 @@ def streams_table(lines: Sequence[Line]) -> Table:
     """Calls per second: a row for every model, size and runtime, a column for every number of streams."""
     rates: dict[tuple[str, ...], dict[int, float]] = {}
     for line in lines:
-        if line.kind == "throughput" and line.timing.get("per_second"):
+        if line.rate is not None:
             key = line.title, line.place, line.runtime
-            rates.setdefault(key, {})[line.timing["streams"]] = line.timing["per_second"]
+            rates.setdefault(key, {})[line.rate.streams] = line.rate.per_second
     counts = sorted({count for found in rates.values() for count in found})
     rows = [
         [*key, *(f"{found[n]:,.0f}" if n in found else None for n in counts)] for key, found in rates.items()
@@ -132,7 +133,8 @@ def kernels_table(lines: Sequence[Line]) -> Table:
 
 def builds_table(lines: Sequence[Line]) -> Table:
     """Fused attentions of all engines that were built: a row for every model, a column for every runtime."""
-    built = {(line.model, line.precision, line.backend): line for line in lines if line.kind == "build"}
+    builds = [line for line in lines if line.kind is LineKind.BUILD]
+    built = {(line.model, line.precision, line.backend): line for line in builds}
     places = sorted({(precision, backend) for _, precision, backend in built}, key=lambda each: each[::-1])
     rows = []
     for model in dict.fromkeys(model for model, *_ in built):
@@ -159,7 +161,7 @@ def evidence_table(lines: Sequence[Line], contract: Sequence[str]) -> Table:
             versions.add(name)
     rows: list[RawRow] = []
     for name in sorted(versions):
-        timed, built = counts[name, "time"], counts[name, "build"]
+        timed, built = counts[name, LineKind.TIME], counts[name, LineKind.BUILD]
         status = "measured" if timed else "built, not run" if built else "contract only"
         rows.append([name, status, *(str(count) if count else None for count in (timed, built))])
     headings = ("runtime", "evidence", "#measurements", "#builds")

@@ -777,7 +777,8 @@ def replay(line: StrPath, bundle: Bundle | StrPath | None = None, *, tolerance: 
         tolerance: How far the time may be outside the recorded range, as a fraction.
 
     Returns:
-        `status` (`agrees`, `differs` or `not comparable`), `why`, `recorded` and `measured`.
+        `status` (`agrees`, `differs` or `not comparable`), `why`, `recorded` and `measured`. Results that
+        are wrong now differ.
 
     Raises:
         BackendUnavailable: There is no GPU, or the runtime cannot run here.

@@ -216,6 +216,7 @@ _REASONS: Mapping[Kind, str | Callable[[Reason, float | None], str]] = {
     Kind.ORACLE_REPEATS: "the oracle is the same vector at every position",
     Kind.ORACLE_OF_ONE_KEY: "the oracle is the same vector at every position, as of one key: {0.got}",
     Kind.TYPE_NOT_RECORDED: "FP32 may be multiplied in fewer bits",
+    Kind.NOT_RUN: "not run",
     Kind.NOT_TIMED: "{0.got}",
     Kind.WRONG_RESULT: "wrong answer: {0.got}",
     Kind.WRONG_WHEN_TIMED: "wrong answer while it was timed: {0.got}",

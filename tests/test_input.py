@@ -245,7 +245,9 @@ def test_a_line_with_any_other_value_is_refused_or_read(tmp_path):
         "kind": "time", "run": "1", "created": "x", "commit": "", "command": ["b"], "versions": {"a": "1"},
         "platform": "Linux", "gpu": "", "driver": "", "model": "m", "precision": "fp16", "bundle": "b",
         "bundle_sha256": "0" * 64, "runtime": "r", "backend": "r 1", "sizes": {"B": 1}, "samples_us": [1.0],
-        "conditions": {"throttled_by": [], "sm_mhz": 1, "sm_mhz_max": 2}, "parity": "passed",
+        "conditions": {"throttled_by": [], "sm_mhz": 1, "sm_mhz_max": 2}, "outcome": "not verified",
+        "reason": {"kind": "not timed", "got": "x", "names": ["y"], "numbers": {"streams": 1}},
+        "timing": {"calls_per_sample": 1, "slots": 1, "graph": True, "stable": True, "host_us": 1.0},
     }  # fmt: skip
     msgspec.convert(data, Line)
 

@@ -44,6 +44,7 @@ def line(run="1"):
             "kind": "time", "run": run, "created": "2026-11-16T05:00:00Z", "commit": "", "command": ["bench"],
             "versions": {}, "platform": "Linux", "gpu": "", "driver": "", "model": "m", "precision": "fp16",
             "bundle": "b", "bundle_sha256": "0" * 64, "runtime": "r", "backend": "r 1",
+            "outcome": "passed",
         },
         Line,
     )  # fmt: skip

@@ -22,15 +22,24 @@ from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.files import as_plain, check_plain, read_regular, refuse_duplicates
 from mha_deploy.output import append_file, check_file
 from mha_deploy.process import run
-from mha_deploy.status import Outcome, Reason, Word
+from mha_deploy.status import Kind, Outcome, Reason, Word
 from mha_deploy.text import reason_text, short, sizes_text
 from mha_deploy.validation.bench import ModelBench
+from mha_deploy.validation.evaluate import WRONG
 from mha_deploy.validation.records import EnvironmentRecord, model_record, report_header
 
 _LOW_CLOCK = 0.95
 
 
-class EngineLine(Struct, frozen=True, kw_only=True):
+class LineKind(Word):
+    """What a line records."""
+
+    TIME = "time"
+    THROUGHPUT = "throughput"  # on several streams
+    BUILD = "build"  # an engine that was built and not run
+
+
+class EngineLine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The engine of a line."""
 
     name: str
@@ -38,8 +47,30 @@ class EngineLine(Struct, frozen=True, kw_only=True):
     version: str
     sha256: str
     plugins: list[str] = []
-    attention: str = ""
+    attention: str = ""  # `native` or `plugin`; empty where the engine was only built
+    accumulate: str = ""  # what its GEMMs accumulate in, as requested; empty as above
     fused: list[int] = []
+
+
+class TimingLine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How the samples were taken, as `mha_deploy.runtime.timing.Timing` has it."""
+
+    calls_per_sample: int
+    slots: int
+    graph: bool
+    stable: bool
+    host_us: float
+    memory_bytes: int | None = None
+    why_no_graph: str | None = None
+
+
+class RateLine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Calls per second on several streams."""
+
+    streams: int
+    per_second: float
+    p50_us: float
+    p99_us: float
 
 
 class ConditionsLine(TypedDict, total=False):
@@ -56,7 +87,7 @@ class ConditionsLine(TypedDict, total=False):
 class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One measurement, or one build."""
 
-    kind: str  # `time`, `throughput` on several streams, or `build` for an engine that was built and not run
+    kind: LineKind
     run: str  # the process
     created: str
     # Of this tool, with `+` behind it where files were changed; outside a checkout `sha256:` of its source
@@ -76,12 +107,20 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     case: str = ""
     sizes: dict[str, int] = {}
     past: int | None = None  # valid entries of a preallocated KV cache
-    parity: str = ""  # `passed`: the results of the timed calls are right; else why there is no time
+    outcome: Outcome  # `passed`: the results of the timed calls are right
+    reason: Reason | None = None  # why there is no time of right results
     samples_us: list[Annotated[float, msgspec.Meta(gt=0)]] = []
-    timing: dict[str, Any] = {}  # calls per sample, CUDA graph, stability, memory; or streams and their rate
+    timing: TimingLine | None = None
+    rate: RateLine | None = None
     kernels: list[tuple[str, float, float]] = []  # name, launches and µs in one call, where requested
     conditions: ConditionsLine = {}  # clocks, temperature, power and throttling, as the driver reported them
     format: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        if (self.reason is None) is not (self.outcome is Outcome.PASSED):
+            raise ValueError("a line has a reason unless its results are right")
+        if self.reason is not None and not _is_of_line(self.reason):
+            raise ValueError(f"not the reason of a line: {self.reason.kind}")
 
     @property
     def p50(self) -> float | None:
@@ -91,7 +130,7 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def is_timed(self) -> bool:
         """Whether there are samples, of results that are right."""
-        return bool(self.samples_us) and self.parity == "passed"
+        return bool(self.samples_us) and self.outcome is Outcome.PASSED
 
     @property
     def is_throttled(self) -> bool:
@@ -117,13 +156,21 @@ class Line(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return sizes_text(self.sizes) + ("" if self.past is None else f", past {self.past}")
 
 
+_NO_TIME = WRONG | {Kind.NOT_TIMED, Kind.NOT_RUN}
+
+
+def _is_of_line(reason: Reason) -> bool:
+    """Whether a reason says why there is no time, and can be put into words."""
+    on_streams = reason.kind is Kind.WRONG_ON_STREAMS
+    return reason.kind in _NO_TIME and (not on_streams or "streams" in reason.numbers)
+
+
 # -- From a benchmark to lines ---------------------------------------------------------------------
 
 
 def bench_lines(benches: Sequence[ModelBench], command: Sequence[str] | None = None) -> list[Line]:
     """A line for every runtime and size of a benchmark in this process, on one stream and on several."""
     shared, found = _shared(command), list[Line]()
-    kept = ("calls_per_sample", "slots", "graph", "stable", "host_us", "memory_bytes", "why_no_graph")
     for bench in benches:
         runtimes = {row.name: row.runtime for point in bench.points for row in point.rows}
         for point in bench.points:
@@ -132,18 +179,32 @@ def bench_lines(benches: Sequence[ModelBench], command: Sequence[str] | None = N
                 if row.timing is not None:
                     data |= {
                         "samples_us": [round(sample, 4) for sample in row.timing.samples_us],
-                        "timing": {name: getattr(row.timing, name) for name in kept},
+                        "timing": _picked(row.timing, TimingLine),
                         "conditions": msgspec.structs.asdict(row.timing.conditions),
                         "kernels": [(k.name, k.calls, round(k.microseconds, 3)) for k in row.kernels],
                     }
-                data |= {"kind": "time", "backend": row.runtime, "parity": _parity(row.refused)}
+                data |= {"kind": LineKind.TIME, "backend": row.runtime, **_judged(row.refused)}
                 found.append(_line(bench, row.name, {**shared, **data}))
         for load in bench.throughput:
-            rates = {key: getattr(load, key) for key in ("streams", "per_second", "p50_us", "p99_us")}
-            data = {"case": load.case, "sizes": dict(load.sizes), "timing": rates, "kind": "throughput"}
-            data |= {"backend": runtimes[load.name], "parity": _parity(load.reason)}
+            data = {"case": load.case, "sizes": dict(load.sizes), "kind": LineKind.THROUGHPUT}
+            data |= {"backend": runtimes[load.name], **_judged(load.reason)}
+            if load.reason is None:
+                data["rate"] = _picked(load, RateLine)
             found.append(_line(bench, load.name, {**shared, **data}))
     return found
+
+
+def _picked(record: object, kind: type[Struct]) -> dict[str, Any]:
+    """The values of a record that a part of a line has, too."""
+    return {name: getattr(record, name) for name in kind.__struct_fields__}
+
+
+def _judged(reason: Reason | None) -> dict[str, Any]:
+    """The outcome of a line, with its reason: failed where the results are wrong."""
+    if reason is None:
+        return {"outcome": Outcome.PASSED}
+    outcome = Outcome.FAILED if reason.kind in WRONG else Outcome.NOT_VERIFIED
+    return {"outcome": outcome, "reason": reason}
 
 
 def _line(bench: ModelBench, runtime: str, data: Mapping[str, Any]) -> Line:
@@ -165,7 +226,8 @@ def _about_engine(engine: Engine) -> dict[str, Any]:
         "version": manifest.version,
         "sha256": manifest.engine_sha256,
         "plugins": [library["sha256"] for library in manifest.plugins],
-        "attention": f"{manifest.attention['chosen']}, {manifest.attention['accumulate']}",
+        "attention": manifest.attention["chosen"],
+        "accumulate": manifest.attention["accumulate"],
         "fused": list(manifest.fused_count),
     }
 
@@ -208,11 +270,11 @@ def build_line(cell: Mapping[str, Any]) -> Line:
         **_shared(),
         **{key: cell[key] for key in ("model", "precision", "runtime")},
         **{key: report["model"][key] for key in ("bundle", "bundle_sha256")},
-        "kind": "build",
+        "kind": LineKind.BUILD,
         "backend": f"{engine['backend']} {engine['version']}",
         "versions": report["environment"]["versions"],
         "engine": {"sha256": cell["engine_sha256"], **kept},
-        "parity": "not run",
+        **_judged(Reason(kind=Kind.NOT_RUN)),
     }
     return msgspec.convert(as_plain(data), Line)
 
@@ -295,10 +357,6 @@ class Replay:
         return Outcome.passing(self.passed)
 
 
-def _parity(refused: Reason | None) -> str:
-    return Outcome.PASSED.value if refused is None else reason_text(refused)
-
-
 def pick_line(source: str) -> tuple[Line, list[Line]]:
     """The line that `FILE:NUMBER` names, and all lines of its runtime, bundle and row with right results."""
     name, _, number = source.rpartition(":")
@@ -318,10 +376,14 @@ def pick_line(source: str) -> tuple[Line, list[Line]]:
         problem = (
             "Nothing was timed in this line." if line.p50 is None else "The timed results were not right."
         )
-        raise DeployError(problem, got=f"{line.runtime}: {line.parity}", hint="measure it again")
+        raise DeployError(problem, got=f"{line.runtime}: {_why(line)}", hint="measure it again")
     same = ("row", "runtime", "backend", "bundle_sha256")
     alike = [each for each in lines if all(getattr(each, name) == getattr(line, name) for name in same)]
     return line, [each for each in alike if each.is_timed]
+
+
+def _why(line: Line) -> str:
+    return line.outcome.value if line.reason is None else reason_text(line.reason)
 
 
 def replay_line(
@@ -336,15 +398,17 @@ def replay_line(
     timed = bench(bundle, at=[at], runtimes=[line.runtime], samples=len(line.samples_us))
     new = [each for each in bench_lines([timed]) if each.runtime == line.runtime]
     found = [each for each in new if (each.sizes, each.past) == (line.sizes, line.past)]
-    if not found or found[0].p50 is None:
-        why = found[0].parity if found else line.runtime
+    if not found or (found[0].p50 is None and found[0].outcome is not Outcome.FAILED):
+        why = _why(found[0]) if found else line.runtime
         raise BackendUnavailable("Nothing was timed.", got=why, hint="`mha-deploy bench` without --replay")
     status, why = judge_replay(alike, found[0], tolerance)
     return Replay(recorded=line, measured=found[0], status=status, why=why)
 
 
 def judge_replay(recorded: Sequence[Line], measured: Line, tolerance: float) -> tuple[ReplayStatus, str]:
-    """Whether a new time is inside the range of the recorded processes, and why."""
+    """Whether a new time is inside the range of the recorded processes, and why; wrong results differ."""
+    if measured.outcome is Outcome.FAILED:
+        return ReplayStatus.DIFFERS, _why(measured)
     known = medians(recorded)
     low, high = min(known) * (1 - tolerance), max(known) * (1 + tolerance)
     p50 = measured.p50 or 0.0

@@ -39,7 +39,7 @@ def test_a_recorded_line_is_measured_again(bundle, tmp_path, run_cli):
     assert done.code == 0, done.err
     recorded = [json.loads(line) for line in lines.read_text().splitlines()]
     assert len({line["run"] for line in recorded}) == len(recorded) == 3
-    assert all(len(line["samples_us"]) >= 100 and line["parity"] == "passed" for line in recorded)
+    assert all(len(line["samples_us"]) >= 100 and line["outcome"] == "passed" for line in recorded)
     assert all(line["engine"]["sha256"] and line["gpu"] and line["conditions"] for line in recorded)
     again = md.replay(f"{lines}:1", bundle, tolerance=0.5)
     assert again.status in ("agrees", "not comparable"), again.why
