@@ -152,6 +152,54 @@ class Kind(Word):
     MODULE_NOT_USED = "module not used"
 
 
+class EvidenceSource(Word):
+    """What reports the kernels of an engine, or what became of an attention."""
+
+    LOG = "log"  # of the build
+    PLAN = "plan"
+    INSPECTOR = "inspector"
+    GRAPH = "graph"  # the attention is no node of it
+
+
+class ReasonKind(Word):
+    """Why a verdict on an engine is what it is."""
+
+    # No evidence.
+    NO_SOURCE = "no source"
+    NO_KERNELS = "no kernels of the profile"
+    HIDDEN_REGION = "hidden region"
+    NOT_NAMED = "not named"
+    NO_GRAPH = "no graph"
+    # Evidence that proves nothing.
+    NO_COMPUTING_KERNEL = "no computing kernel"
+    NAMELESS_FUSED = "fused kernel without a node"
+    PARTIAL_FUSED = "fused kernel with a part of the attention"
+    OTHER_ATTENTION = "fused kernel of another attention"
+    FOREIGN_PLUGIN = "foreign plugin"
+    # Evidence against what looks right.
+    COMPUTED_APART = "a part is computed apart"
+    STRAY_SOFTMAX = "softmax of no known node"
+    STRAY_MATMUL = "matmul of no known node"
+    COUNT_DIFFERS = "count differs"
+    SOURCES_DISAGREE = "sources disagree"
+    # Fused, but the work is done twice.
+    SCORES_AGAIN = "scores computed again"
+    # Evidence without names of nodes, or from the graph.
+    COUNTED = "counted"
+    NOT_ONE_NODE = "not one node"
+    # Of the precision.
+    UNTYPED = "types not reported"
+    NOTHING_FLOATING = "no floating-point tensor"
+    MAY_BE_MATMUL = "may be a matmul"
+    MATMUL_NOT_REPORTED = "matmul not reported"
+    COMPUTE_TYPE = "computed type not reported"
+    OTHER_TYPE = "another type"
+    # An engine on disk, whose manifest claims more than its plan shows.
+    PLAN_DIFFERS = "plan differs"
+    OTHER_WEIGHTS = "other weights"
+    PLAN_UNREADABLE = "plan unreadable"
+
+
 class CaseKind(Word):
     """Where cases come from."""
 

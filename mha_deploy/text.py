@@ -6,9 +6,9 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from mha_deploy.status import CaseKind, Finding, Gap, Kind, Place, Reason
+from mha_deploy.status import CaseKind, Finding, Gap, Kind, Place, Reason, ReasonKind
 
 # -- Numbers ---------------------------------------------------------------------------------------
 
@@ -492,44 +492,48 @@ def finding_text(finding: Finding) -> str:
 
 # -- Engines ---------------------------------------------------------------------------------------
 
-# By the kind of a reason: {place} is a kernel, node or region, {got} what is there, {wanted} what was wanted.
-_ENGINE_REASONS = {
-    "no source": "no source reports its kernels",
-    "no kernels of the profile": "no kernels of profile {place} are reported",
-    "hidden region": "the kernels inside {place} are not reported by this version: profile it on its GPU",
-    "not named": "no kernel names {place}",
-    "no graph": "{got} fused attention kernels ran for {wanted} attentions, but the graph is not known",
-    "no computing kernel": "{place} names it, but no kernel that computes a matmul or softmax does",
-    "fused kernel without a node": "{place} is fused attention, but does not name its node",
-    "fused kernel with a part of the attention": "{place} names {got}, not both scores and weighted values",
-    "fused kernel of another attention": "{place} names a part of it, but computes {got}",
-    "foreign plugin": "what the plugin {place} computes is not known",
-    "a part is computed apart": "{got} is fused attention, but {place} computes a part of it as well",
-    "softmax of no known node": "{place} is a softmax of no known node",
-    "matmul of no known node": "{place} is a matmul of no known node",
-    "count differs": "{got} fused attention kernels ran for {wanted} attentions",
-    "sources disagree": "the {got}, but the {wanted}",
-    "scores computed again": "{place} computes its scores again for another output",
-    "counted": "{got} fused attention kernels ran for {wanted} attentions",
-    "not one node": "not one Attention node in the graph",
-    "types not reported": "the types of {place} are not reported",
-    "no floating-point tensor": "no floating-point tensor or kernel is reported",
-    "may be a matmul": "{place} may be a matmul: its name does not show what it computes",
-    "matmul not reported": "no kernel is reported for the matmul {place}",
-    "computed type not reported": "{place} reads {wanted}, and the engine does not record whether it "
+# By the kind of a reason: {place} is a kernel, node or region, {got} what is there, {wanted} what was wanted,
+# {nodes} and {sources} are its names.
+_ENGINE_REASONS: Mapping[str, str] = {
+    ReasonKind.NO_SOURCE: "no source reports its kernels",
+    ReasonKind.NO_KERNELS: "no kernels of profile {place} are reported",
+    ReasonKind.HIDDEN_REGION: "the kernels inside {place} are not reported by this version: "
+    "profile it on its GPU",
+    ReasonKind.NOT_NAMED: "no kernel names {place}",
+    ReasonKind.NO_GRAPH: "{got} fused attention kernels ran for {wanted} attentions, but the graph "
+    "is not known",
+    ReasonKind.NO_COMPUTING_KERNEL: "{place} names it, but no kernel that computes a matmul or softmax does",
+    ReasonKind.NAMELESS_FUSED: "{place} is fused attention, but does not name its node",
+    ReasonKind.PARTIAL_FUSED: "{place} names {nodes}, not both scores and weighted values",
+    ReasonKind.OTHER_ATTENTION: "{place} names a part of it, but computes {got}",
+    ReasonKind.FOREIGN_PLUGIN: "what the plugin {place} computes is not known",
+    ReasonKind.COMPUTED_APART: "{got} is fused attention, but {place} computes a part of it as well",
+    ReasonKind.STRAY_SOFTMAX: "{place} is a softmax of no known node",
+    ReasonKind.STRAY_MATMUL: "{place} is a matmul of no known node",
+    ReasonKind.COUNT_DIFFERS: "{got} fused attention kernels ran for {wanted} attentions",
+    ReasonKind.SOURCES_DISAGREE: "the {sources[0]}: {got}, but the {sources[1]}: {wanted}",
+    ReasonKind.SCORES_AGAIN: "{place} computes its scores again for another output",
+    ReasonKind.COUNTED: "{got} fused attention kernels ran for {wanted} attentions",
+    ReasonKind.NOT_ONE_NODE: "not one Attention node in the graph",
+    ReasonKind.UNTYPED: "the types of {place} are not reported",
+    ReasonKind.NOTHING_FLOATING: "no floating-point tensor or kernel is reported",
+    ReasonKind.MAY_BE_MATMUL: "{place} may be a matmul: its name does not show what it computes",
+    ReasonKind.MATMUL_NOT_REPORTED: "no kernel is reported for the matmul {place}",
+    ReasonKind.COMPUTE_TYPE: "{place} reads {wanted}, and the engine does not record whether it "
     "multiplies in fewer bits, as TF32 or FP16",
-    "another type": "{place} is in {got}, not {wanted}",
-    "plan differs": "the manifest claims {wanted}, the plan shows {got}",
-    "other weights": "the weights in the plan are not those of the bundle",
-    "plan unreadable": "the manifest claims {got}, and only {place} on its GPU can read the plan",
+    ReasonKind.OTHER_TYPE: "{place} is in {got}, not {wanted}",
+    ReasonKind.PLAN_DIFFERS: "the manifest claims {wanted}, the plan shows {got}",
+    ReasonKind.OTHER_WEIGHTS: "the weights in the plan are not those of the bundle",
+    ReasonKind.PLAN_UNREADABLE: "the manifest claims {got}, and only {place} on its GPU can read the plan",
 }
 
 
-def engine_reason_text(reason: Mapping[str, str]) -> str:
+def engine_reason_text(reason: Mapping[str, Any]) -> str:
     """Why a verdict on an engine is what it is, in words."""
-    text = _ENGINE_REASONS[reason["kind"]].format(**reason)
-    if reason["kind"] == "not one node" and reason["got"]:
+    names = reason["names"]
+    text = _ENGINE_REASONS[reason["kind"]].format(**reason, nodes=", ".join(names), sources=(*names, "", ""))
+    if reason["kind"] == ReasonKind.NOT_ONE_NODE and reason["got"]:
         text = f"{text}: {reason['got']} ({reason['place']})"
-    if reason["kind"] == "may be a matmul" and reason["got"] and reason["wanted"]:
+    if reason["kind"] == ReasonKind.MAY_BE_MATMUL and reason["got"] and reason["wanted"]:
         text = f"{text} in {reason['got']}" if not reason["got"].isdecimal() else text
     return text

@@ -61,6 +61,7 @@ from mha_deploy.runtime.tensorrt.engine_verdict import (
     written_types,
 )
 from mha_deploy.runtime.tensorrt.versions import EngineError, TensorRT, load
+from mha_deploy.status import EvidenceSource
 
 T = TypeVar("T")
 Plugins = Sequence[Mapping[str, Any]]  # the libraries that an engine needs, as its manifest records them
@@ -253,7 +254,8 @@ class _EngineBuild:
 
 def _kernel_records(built: BuiltEngine) -> list[engines.KernelRecord]:
     """The kernels of an engine as the source with the best information reports them."""
-    kernels = next(filter(None, map(built.kernels.get, ("inspector", "plan", "log"))), ())
+    best_first = (EvidenceSource.INSPECTOR, EvidenceSource.PLAN, EvidenceSource.LOG)
+    kernels = next(filter(None, map(built.kernels.get, best_first)), ())
     return [
         {
             "name": kernel.name,

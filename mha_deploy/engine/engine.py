@@ -54,7 +54,6 @@ from mha_deploy.runtime.tensorrt.engine_verdict import (
     FusionStatus,
     NodeVerdict,
     PrecisionStatus,
-    ReasonKind,
 )
 from mha_deploy.runtime.tensorrt.kernels import Kernel, LargeTensor, kernels_from_plan
 from mha_deploy.runtime.tensorrt.versions import (
@@ -65,7 +64,7 @@ from mha_deploy.runtime.tensorrt.versions import (
     load,
     loads_plans_of,
 )
-from mha_deploy.status import means
+from mha_deploy.status import EvidenceSource, ReasonKind, means
 from mha_deploy.text import engine_reason_text, plural
 
 # -- The optimization profiles of an engine ---------------------------------------------------------
@@ -692,7 +691,11 @@ def with_unrecognized(verdict: EngineVerdict, manifest: Manifest, *, profiles: i
     nodes = list(verdict.nodes)
     for name, reason in _unrecognized(manifest).items():
         decomposed = NodeVerdict(
-            node=name, profile=0, status=FusionStatus.DECOMPOSED, reasons=(reason,), sources=("graph",)
+            node=name,
+            profile=0,
+            status=FusionStatus.DECOMPOSED,
+            reasons=(reason,),
+            sources=(EvidenceSource.GRAPH,),
         )
         nodes += [msgspec.structs.replace(decomposed, profile=profile) for profile in range(profiles)]
     return msgspec.structs.replace(verdict, nodes=tuple(nodes))

@@ -13,7 +13,7 @@ import msgspec
 
 from mha_deploy.model.precision import EIGHT_BITS
 from mha_deploy.report.charts import decode_curves
-from mha_deploy.status import Kind, Outcome, Reason, Severity
+from mha_deploy.status import EvidenceSource, Kind, Outcome, Reason, Severity
 from mha_deploy.text import (
     NOTHING,
     absent_text,
@@ -715,12 +715,17 @@ def engine_summary(engine: Data) -> str:
     return f"{fusion_summary(fused, count, engine['nodes'])}, {precision}"
 
 
-_SOURCES = {"log": "build log", "plan": "engine", "inspector": "inspector"}
+_SOURCES = {
+    EvidenceSource.LOG: "build log",
+    EvidenceSource.PLAN: "engine",
+    EvidenceSource.INSPECTOR: "inspector",
+    EvidenceSource.GRAPH: "graph",
+}
 
 
-def sources_text(sources: Iterable[str]) -> str:
+def sources_text(sources: Iterable[EvidenceSource]) -> str:
     """What detected whether an attention is fused, in words: `build log, engine` for `log` and `plan`."""
-    return ", ".join(_SOURCES.get(each, each) for each in sources)
+    return ", ".join(_SOURCES[each] for each in sources)
 
 
 def fusion_table(engines: Sequence[Data]) -> Table:

@@ -35,14 +35,13 @@ from mha_deploy.runtime.tensorrt.engine_verdict import (
     EngineVerdict,
     FusionStatus,
     PrecisionStatus,
-    ReasonKind,
     engine_verdict,
     written_types,
 )
 from mha_deploy.runtime.tensorrt.kernels import Kernel, kernels_from_plan
 from mha_deploy.runtime.tensorrt.versions import LEAN, MODULES
 from mha_deploy.runtime.timing import Timing, TimingPlan
-from mha_deploy.status import Word, means
+from mha_deploy.status import EvidenceSource, ReasonKind, Word, means
 from mha_deploy.validation.runtimes import ONNX, ONNX_RUNTIME, TENSORRT, Runtime
 
 # -- What the report says of it --------------------------------------------------------------------
@@ -399,13 +398,14 @@ class Subject:
     def _plan_verdict(self, runner: Runner) -> PlanVerdict:
         """What its kernels show, by TensorRT's inspector and by the plan itself."""
         plan = self._file.read_bytes() if self._file is not None else b""
-        sources: dict[str, Sequence[Kernel]] = {"plan": kernels_from_plan(plan)}
-        sources["inspector"], profiles = runner.apply(inspect_runner, step="inspecting the engine")
+        in_plan = kernels_from_plan(plan)
+        inspected, profiles = runner.apply(inspect_runner, step="inspecting the engine")
+        sources = {EvidenceSource.PLAN: in_plan, EvidenceSource.INSPECTOR: inspected}
         return plan_verdict(sources, self.bundle, profiles=profiles)
 
 
 def plan_verdict(
-    sources: Mapping[str, Sequence[Kernel]], bundle: Bundle, *, profiles: int = 1
+    sources: Mapping[EvidenceSource, Sequence[Kernel]], bundle: Bundle, *, profiles: int = 1
 ) -> PlanVerdict:
     """Fusion and precision of a plan that was built from another graph of the same model.
 
@@ -422,7 +422,8 @@ def plan_verdict(
     found = engine_verdict(
         sources, names, manifest.precision.name, profiles=profiles, written=written_types(graph)
     )
-    best = next(filter(None, (sources.get(source) for source in ("inspector", "plan"))), ())
+    best_first = (EvidenceSource.INSPECTOR, EvidenceSource.PLAN)
+    best = next(filter(None, map(sources.get, best_first)), ())
     return PlanVerdict(
         fusion=_fusion(found, manifest.spec.attention_count),
         precision=found.precision.status,

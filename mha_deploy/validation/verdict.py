@@ -26,9 +26,19 @@ from mha_deploy.runtime.tensorrt.engine_verdict import (
     NodeVerdict,
     PrecisionStatus,
     PrecisionVerdict,
-    ReasonKind,
 )
-from mha_deploy.status import CaseKind, Finding, Gap, Kind, Outcome, Place, Reason, Section, Severity
+from mha_deploy.status import (
+    CaseKind,
+    Finding,
+    Gap,
+    Kind,
+    Outcome,
+    Place,
+    Reason,
+    ReasonKind,
+    Section,
+    Severity,
+)
 from mha_deploy.text import absent_text, engine_reason_text, finding_text, gap_text, group_by, plural
 from mha_deploy.validation.conformance import ConformanceTable
 from mha_deploy.validation.data import DataRecord

@@ -6,7 +6,8 @@ import pytest
 from msgspec import to_builtins
 
 from mha_deploy.engine.engine import fusion_summary, precision_summary
-from mha_deploy.runtime.tensorrt.engine_verdict import EngineReason, ReasonKind
+from mha_deploy.runtime.tensorrt.engine_verdict import EngineReason
+from mha_deploy.status import ReasonKind
 from mha_deploy.text import engine_reason_text
 
 

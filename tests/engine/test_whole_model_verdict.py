@@ -14,7 +14,6 @@ from mha_deploy.engine.build import judge_engine
 from mha_deploy.graph.ir import constant, infer_shapes
 from mha_deploy.graph.lower import lower
 from mha_deploy.runtime.tensorrt.engine_verdict import (
-    ReasonKind,
     WrittenTypes,
     engine_verdict,
     fusion_verdict,
@@ -23,6 +22,7 @@ from mha_deploy.runtime.tensorrt.engine_verdict import (
     written_types,
 )
 from mha_deploy.runtime.tensorrt.kernels import EngineTensor, Kernel
+from mha_deploy.status import ReasonKind
 
 MHA = "_gemm_mha_v2_0x2e86b3c2d45288c25fdbfc4664620464"
 

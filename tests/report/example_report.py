@@ -201,6 +201,7 @@ def hostile():
             "at_fault",
             "family",
             "bound",
+            "sources",
         )
         return f"{value}{HOSTILE}" if isinstance(value, str) and key not in words else value
 

@@ -19,9 +19,10 @@ from tensorrt_models import attention, layer, needs_rtx, primitives, profile
 from mha_deploy.errors import EXIT_VERDICT_FAILED, BackendUnavailable
 from mha_deploy.options import EngineOptions
 from mha_deploy.runtime.tensorrt.builder import BuildRequest, build_engine, inspect_kernels
-from mha_deploy.runtime.tensorrt.engine_verdict import ReasonKind, engine_verdict, group_by_attention
+from mha_deploy.runtime.tensorrt.engine_verdict import engine_verdict, group_by_attention
 from mha_deploy.runtime.tensorrt.kernels import kernels_from_plan
 from mha_deploy.runtime.tensorrt.versions import EngineError, load
+from mha_deploy.status import ReasonKind
 
 pytestmark = needs_rtx
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 from inspector_texts import INSPECTOR_8, INSPECTOR_10, INSPECTOR_11
+from msgspec import to_builtins
 
 from mha_deploy.runtime.tensorrt.engine_verdict import (
-    ReasonKind,
     WrittenTypes,
     engine_verdict,
     fusion_verdict,
@@ -22,6 +22,8 @@ from mha_deploy.runtime.tensorrt.kernels import (
     kernels_from_inspector,
     kernels_from_plan,
 )
+from mha_deploy.status import ReasonKind
+from mha_deploy.text import engine_reason_text
 
 FUSED = Kernel(
     name="_gemm_mha_v2_myl0_1",
@@ -236,6 +238,8 @@ def test_sources_that_contradict_each_other_leave_it_unknown():
         ("inspector", "decomposed"),
     ]
     assert kinds(verdict.nodes[0]) == [ReasonKind.SOURCES_DISAGREE]
+    (reason,) = verdict.nodes[0].reasons
+    assert (reason.names, reason.got, reason.wanted) == (("log", "inspector"), "fused", "decomposed")
     assert not verdict.all_fused
 
 
@@ -763,6 +767,15 @@ def test_a_kernel_that_is_named_after_attention_is_no_attention(tactic, nodes):
 def test_a_fused_kernel_has_both_matmuls_and_nothing_else_computes_a_part(layers, status, kind):
     (verdict,) = fusion_verdict(inspected(*layers, PROJ), GROUP, written=GRAPH)
     assert (verdict.status, kinds(verdict)) == (status, [kind] if kind else [])
+
+
+def test_a_reason_lists_the_nodes_that_a_fused_kernel_names():
+    (verdict,) = fusion_verdict(inspected(whole(nodes=(SC, SM)), PROJ), GROUP, written=GRAPH)
+    (reason,) = verdict.reasons
+    assert (reason.kind, reason.names, reason.got) == (ReasonKind.PARTIAL_FUSED, (SC, SM), "")
+    text = engine_reason_text(to_builtins(reason))
+    assert SC in text
+    assert SM in text
 
 
 @pytest.mark.parametrize("prefix", ["a_scores", "a_scores/lowered"])

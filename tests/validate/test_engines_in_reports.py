@@ -19,8 +19,8 @@ from mha_deploy.options import EngineOptions, ValidateOptions
 from mha_deploy.report.page import report_page
 from mha_deploy.runtime.cuda import find_gpu
 from mha_deploy.runtime.runner import Runner, TensorInfo
-from mha_deploy.runtime.tensorrt.engine_verdict import EngineReason, PrecisionStatus, ReasonKind
-from mha_deploy.status import Kind
+from mha_deploy.runtime.tensorrt.engine_verdict import EngineReason, PrecisionStatus
+from mha_deploy.status import Kind, ReasonKind
 from mha_deploy.validation import runtimes
 from mha_deploy.validation.evaluate import EvaluationPlan, evaluate
 from mha_deploy.validation.fault import FaultReport

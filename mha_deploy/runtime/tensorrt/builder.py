@@ -32,6 +32,7 @@ from mha_deploy.runtime.tensorrt.versions import (
     lean_runtime_hint,
     logger_for,
 )
+from mha_deploy.status import EvidenceSource
 
 # -- The request for a build, and its result -------------------------------------------------------
 
@@ -97,7 +98,7 @@ class BuiltEngine:
     plan: bytes = field(repr=False)
     seconds: float
     strongly_typed: bool  # whether its types are those of the graph
-    kernels: Mapping[str, tuple[Kernel, ...]]  # as each source reports them: `log`, `plan`, `inspector`
+    kernels: Mapping[EvidenceSource, tuple[Kernel, ...]]  # as each source reports them
     warnings: tuple[str, ...] = ()  # TensorRT's
     notes: tuple[str, ...] = ()  # for the user: a stale timing cache, a source without kernels
     large_tensors: tuple[LargeTensor, ...] = ()
@@ -638,11 +639,11 @@ def _refuse_ignored_inputs(rt: TensorRT, messages: Sequence[Message], names: Nod
 
 def _kernels_by_source(
     rt: TensorRT, plan: bytes, messages: Sequence[Message], request: BuildRequest
-) -> tuple[dict[str, tuple[Kernel, ...]], list[str]]:
+) -> tuple[dict[EvidenceSource, tuple[Kernel, ...]], list[str]]:
     """The kernels as log, plan and inspector report them, and which source could not be read."""
     kernels = {
-        "log": tuple(reported.kernels_from_log(message.text for message in messages)),
-        "plan": tuple(reported.kernels_from_plan(plan)),
+        EvidenceSource.LOG: tuple(reported.kernels_from_log(message.text for message in messages)),
+        EvidenceSource.PLAN: tuple(reported.kernels_from_plan(plan)),
     }
     if rt.can.builds_without_gpu:  # there is no other source
         return kernels, [f"the {source} reports no kernels" for source, found in kernels.items() if not found]
@@ -652,7 +653,7 @@ def _kernels_by_source(
         except EngineError as failure:
             # The engine is built: that it cannot be inspected only makes the verdict unknown.
             return kernels, [f"the engine could not be inspected: {failure.got}"]
-        kernels["inspector"] = tuple(found)
+        kernels[EvidenceSource.INSPECTOR] = tuple(found)
     return kernels, []
 
 

@@ -18,7 +18,7 @@ from mha_deploy.graph.plugin_node import LINEAR, fp8_values, multiplies_fp8
 from mha_deploy.graph.quantize import quantized_gemms
 from mha_deploy.graph.roles import MATMULS, MOVES, QUANTIZERS, RANDOM, SOFTMAXES
 from mha_deploy.runtime.tensorrt.kernels import FLOATING, UNKNOWN, EngineTensor, Kernel, dtype_of
-from mha_deploy.status import Word, means
+from mha_deploy.status import EvidenceSource, ReasonKind, Word, means
 
 # -- The answers, and the reasons for them: data that a renderer puts into words -------------------
 
@@ -42,45 +42,6 @@ class PrecisionStatus(Word):
     UNKNOWN = "unknown"
 
 
-class ReasonKind(Word):
-    """Why a verdict is what it is."""
-
-    # No evidence.
-    NO_SOURCE = "no source"
-    NO_KERNELS = "no kernels of the profile"
-    HIDDEN_REGION = "hidden region"
-    NOT_NAMED = "not named"
-    NO_GRAPH = "no graph"
-    # Evidence that proves nothing.
-    NO_COMPUTING_KERNEL = "no computing kernel"
-    NAMELESS_FUSED = "fused kernel without a node"
-    PARTIAL_FUSED = "fused kernel with a part of the attention"
-    OTHER_ATTENTION = "fused kernel of another attention"
-    FOREIGN_PLUGIN = "foreign plugin"
-    # Evidence against what looks right.
-    COMPUTED_APART = "a part is computed apart"
-    STRAY_SOFTMAX = "softmax of no known node"
-    STRAY_MATMUL = "matmul of no known node"
-    COUNT_DIFFERS = "count differs"
-    SOURCES_DISAGREE = "sources disagree"
-    # Fused, but the work is done twice.
-    SCORES_AGAIN = "scores computed again"
-    # Evidence without names of nodes, or from the graph.
-    COUNTED = "counted"
-    NOT_ONE_NODE = "not one node"
-    # Of the precision.
-    UNTYPED = "types not reported"
-    NOTHING_FLOATING = "no floating-point tensor"
-    MAY_BE_MATMUL = "may be a matmul"
-    MATMUL_NOT_REPORTED = "matmul not reported"
-    COMPUTE_TYPE = "computed type not reported"
-    OTHER_TYPE = "another type"
-    # An engine on disk, whose manifest claims more than its plan shows.
-    PLAN_DIFFERS = "plan differs"
-    OTHER_WEIGHTS = "other weights"
-    PLAN_UNREADABLE = "plan unreadable"
-
-
 class EngineReason(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The reason for a verdict: its kind, its place, what was found there, and what was wanted."""
 
@@ -89,8 +50,11 @@ class EngineReason(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         means("what kind of reason, such as `hidden region`, `foreign plugin`, `matmul of no known node`"),
     ]
     place: Annotated[str, means("a kernel, a node or a region")] = ""
-    got: Annotated[str, means("what was found there")] = ""
-    wanted: Annotated[str, means("what was wanted")] = ""
+    got: Annotated[str, means("what was found there, or what the first of two sources reports")] = ""
+    wanted: Annotated[str, means("what was wanted, or what the second source reports")] = ""
+    names: Annotated[
+        tuple[str, ...], means("the nodes that a kernel names, or the two sources that disagree")
+    ] = ()
 
 
 # -- The types of the nodes in the graph: what a builder changed is not what the graph requests ----
@@ -336,7 +300,7 @@ class ReportedKernels:
 
     def __init__(self, kernels: Sequence[Kernel], groups: Groups, written: Written | None) -> None:
         self.kernels = kernels
-        self.source = kernels[0].source if kernels else ""
+        self.source = kernels[0].source if kernels else None
         self.opaque = next((kernel.name for kernel in kernels if kernel.is_opaque), None)
         # A fused kernel that names no node: it may compute any attention node.
         self.nameless = next((k.label for k in kernels if k.is_fused_attention and not k.onnx_nodes), None)
@@ -864,16 +828,22 @@ class NodeVerdict(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         means("why it is unknown, or how it is known, as in `precision_reasons`; may be empty"),
     ] = ()
     sources: Annotated[
-        tuple[str, ...], means("where it was detected: `log`, `plan`, `inspector` or `graph`")
+        tuple[EvidenceSource, ...], means("where it was detected: `log`, `plan`, `inspector` or `graph`")
     ] = ()
 
 
 class Claim(Struct, frozen=True, kw_only=True):
     """What one source reports."""
 
-    source: str
-    status: str  # of fusion or of precision
+    source: EvidenceSource
+    fusion: FusionStatus | None = None  # None: the precision is claimed
+    precision: PrecisionStatus | None = None
     kernels: tuple[str, ...] = ()
+
+    @property
+    def status(self) -> FusionStatus | PrecisionStatus:
+        """What it claims, of either."""
+        return self.fusion or self.precision or FusionStatus.UNKNOWN
 
 
 class Disagreement(Struct, frozen=True, kw_only=True):
@@ -906,7 +876,7 @@ class EngineVerdict(Struct, frozen=True, kw_only=True):
 
 
 def engine_verdict(
-    sources: Mapping[str, Sequence[Kernel]],  # the kernels as each source reports them, or none
+    sources: Mapping[EvidenceSource, Sequence[Kernel]],  # the kernels as each source reports them, or none
     attention: Groups | Iterable[str],  # the nodes, or what each was lowered to
     precision: str,
     *,
@@ -993,9 +963,7 @@ def _why_undecided(reported: ReportedKernels, node: str, profile: int) -> Engine
     for kernel in reported.partial[node]:
         if other := reported.computed.get(id(kernel)):
             return EngineReason(kind=ReasonKind.OTHER_ATTENTION, place=kernel.label, got=other)
-        return EngineReason(
-            kind=ReasonKind.PARTIAL_FUSED, place=kernel.label, got=", ".join(kernel.onnx_nodes)
-        )
+        return EngineReason(kind=ReasonKind.PARTIAL_FUSED, place=kernel.label, names=kernel.onnx_nodes)
     if mine:
         return EngineReason(kind=ReasonKind.NO_COMPUTING_KERNEL, place=mine[0].label)
     return EngineReason(kind=ReasonKind.NOT_NAMED, place=node)
@@ -1004,15 +972,16 @@ def _why_undecided(reported: ReportedKernels, node: str, profile: int) -> Engine
 def _verdict(
     node: str,
     profile: int,
-    source: str,
+    source: EvidenceSource | None,
     status: FusionStatus,
     kernels: Sequence[Kernel] = (),
     reason: EngineReason | None = None,
 ) -> NodeVerdict:
     found = tuple(dict.fromkeys(kernel.label for kernel in kernels))
     reasons = (reason,) if reason else ()
+    sources = () if source is None else (source,)
     return NodeVerdict(
-        node=node, profile=profile, status=status, kernels=found, reasons=reasons, sources=(source,)
+        node=node, profile=profile, status=status, kernels=found, reasons=reasons, sources=sources
     )
 
 
@@ -1031,22 +1000,22 @@ def _by_count(
     matmul = [kernel for kernel in kernels if kernel.is_matmul]
     strange = [k for k in kernels if not (k.is_heavy or k.is_softmax or k.is_small)]
     status, proof = FusionStatus.UNKNOWN, list[Kernel]()
-    counts = {"got": str(len(fused)), "wanted": str(len(groups))}
-    reason = EngineReason(kind=ReasonKind.COUNT_DIFFERS, **counts)
+    counted = partial(EngineReason, got=str(len(fused)), wanted=str(len(groups)))
+    reason = counted(kind=ReasonKind.COUNT_DIFFERS)
     if not fused and softmax:
         status, proof = FusionStatus.DECOMPOSED, [*matmul, *softmax]
-        reason = EngineReason(kind=ReasonKind.COUNTED, place=softmax[0].label, **counts)
+        reason = counted(kind=ReasonKind.COUNTED, place=softmax[0].label)
     elif len(softmax) > sum(node.is_softmax for node in outside):
-        reason = EngineReason(kind=ReasonKind.STRAY_SOFTMAX, place=softmax[0].label, **counts)
+        reason = counted(kind=ReasonKind.STRAY_SOFTMAX, place=softmax[0].label)
     elif len(fused) == len(groups) and written is None:
-        reason = EngineReason(kind=ReasonKind.NO_GRAPH, **counts)
+        reason = counted(kind=ReasonKind.NO_GRAPH)
     elif len(matmul) > sum(node.is_matmul for node in outside):
-        reason = EngineReason(kind=ReasonKind.STRAY_MATMUL, place=matmul[0].label, **counts)
+        reason = counted(kind=ReasonKind.STRAY_MATMUL, place=matmul[0].label)
     elif len(fused) == len(groups) and strange:
-        reason = EngineReason(kind=ReasonKind.MAY_BE_MATMUL, place=strange[0].label, **counts)
+        reason = counted(kind=ReasonKind.MAY_BE_MATMUL, place=strange[0].label)
     elif len(fused) == len(groups):
         status, proof = FusionStatus.FUSED, fused
-        reason = EngineReason(kind=ReasonKind.COUNTED, **counts)
+        reason = counted(kind=ReasonKind.COUNTED)
     return [_verdict(node, profile, kernels[0].source, status, proof, reason) for node in groups]
 
 
@@ -1068,19 +1037,24 @@ def _merge(mine: Sequence[NodeVerdict], profile: int, node: str) -> tuple[NodeVe
     def differs(other: NodeVerdict) -> bool:
         # A profiler and the layer records spell a kernel differently, so only these two are compared; names
         # of decomposed kernels differ by source.
-        by_both = {*first.sources, *other.sources} == {"log", "plan"}
+        by_both = {*first.sources, *other.sources} == {EvidenceSource.LOG, EvidenceSource.PLAN}
         comparable = by_both and first.status == FusionStatus.FUSED
         return first.status != other.status or (comparable and set(first.kernels) != set(other.kernels))
 
     kept, other = replace(first, sources=unknown.sources), next(filter(differs, known[1:]), None)
     if other is None:
         return kept, []
-    one, two = (Claim(source=v.sources[0], status=v.status.value, kernels=v.kernels) for v in (first, other))
+    one, two = (Claim(source=v.sources[0], fusion=v.status, kernels=v.kernels) for v in (first, other))
     conflict = Disagreement(node=node, profile=profile, claims=(one, two))
     if first.status == other.status:
         return kept, [conflict]
-    got, wanted = (f"{claim.source}: {claim.status}" for claim in (one, two))
-    reason = EngineReason(kind=ReasonKind.SOURCES_DISAGREE, place=node, got=got, wanted=wanted)
+    reason = EngineReason(
+        kind=ReasonKind.SOURCES_DISAGREE,
+        place=node,
+        names=(str(one.source), str(two.source)),
+        got=str(first.status),
+        wanted=str(other.status),
+    )
     return replace(unknown, reasons=(reason,)), [conflict]
 
 
@@ -1099,7 +1073,9 @@ def _from_worst(verdict: PrecisionVerdict) -> tuple[bool, int]:
 
 
 def _merge_precision(
-    verdicts: Mapping[str, PrecisionVerdict], names: Mapping[str, set[str]], requested: str
+    verdicts: Mapping[EvidenceSource, PrecisionVerdict],
+    names: Mapping[EvidenceSource, set[str]],
+    requested: str,
 ) -> tuple[PrecisionVerdict, list[Disagreement]]:
     """The worst that is known; `unknown` where no source knows, or one reports what no other could judge.
 
@@ -1122,8 +1098,8 @@ def _merge_precision(
     doubts = [
         Disagreement(
             claims=(
-                Claim(source=name, status=worst.status.value),
-                Claim(source=other, status=verdict.status.value),
+                Claim(source=name, precision=worst.status),
+                Claim(source=other, precision=verdict.status),
             )
         )
         for other, verdict in ranked[1:]

@@ -14,6 +14,7 @@ from typing import Any
 from msgspec import Struct
 
 from mha_deploy.runtime.tensorrt.versions import EngineError
+from mha_deploy.status import EvidenceSource
 
 # -- The kernels of an engine, in one form for all versions of TensorRT ----------------------------
 
@@ -111,7 +112,7 @@ class Kernel:
     outputs: tuple[EngineTensor, ...] = ()
     constants: tuple[EngineTensor, ...] = ()
     profile: int = 0
-    source: str = ""  # that reports it: `log`, `plan`, `inspector` or `profile`
+    source: EvidenceSource | None = None  # that reports it
     plugin_role: str = ""  # what a plugin layer computes: attention, matmul or elementwise
     multiplies_in: str = UNKNOWN  # the type that it states to multiply in, where it rounds its inputs itself
     is_traced: bool = False  # whether the source keeps a record of all nodes that a kernel computes
@@ -269,9 +270,8 @@ def kernels_from_inspector(text: str) -> list[Kernel]:
     except (ValueError, KeyError, TypeError) as cause:
         problem = "This is not the JSON of TensorRT's engine inspector."
         raise EngineError(problem, got=text[:80], hint="use LayerInformationFormat.JSON") from cause
-    return _with_profiles(
-        [_kernel({"Name": each} if isinstance(each, str) else each, "inspector") for each in layers]
-    )
+    records = ({"Name": each} if isinstance(each, str) else each for each in layers)
+    return _with_profiles([_kernel(each, EvidenceSource.INSPECTOR) for each in records])
 
 
 def kernels_from_log(texts: Iterable[str]) -> list[Kernel]:
@@ -283,10 +283,10 @@ def kernels_from_log(texts: Iterable[str]) -> list[Kernel]:
             records = list(_records(text))
         elif "Layer(" in text:
             old += _old_records(text)
-    return _with_profiles([_kernel(record, "log") for record in records or old])
+    return _with_profiles([_kernel(record, EvidenceSource.LOG) for record in records or old])
 
 
-def _kernel(record: Mapping[str, Any], source: str) -> Kernel:
+def _kernel(record: Mapping[str, Any], source: EvidenceSource) -> Kernel:
     """A kernel from the record of a layer, whose fields have the inspector's names."""
 
     def tensors(key: str) -> tuple[EngineTensor, ...]:
@@ -454,7 +454,7 @@ def _kernels(program: str) -> Iterator[Kernel]:
                 constants=tuple(tensor for tensor in read if tensor.name in constants),
                 outputs=tuple(tensors(_OUTPUTS, line)),
                 profile=profile,
-                source="plan",
+                source=EvidenceSource.PLAN,
             )
 
 
