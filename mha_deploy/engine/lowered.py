@@ -19,7 +19,7 @@ from mha_deploy.graph.file import foreign_domains
 from mha_deploy.graph.ir import infer_shapes
 from mha_deploy.graph.lower import lower
 from mha_deploy.graph.lower.call import LoweringError
-from mha_deploy.graph.mixed_precision import is_coarse
+from mha_deploy.graph.mixed_precision import KeptKind, is_coarse
 from mha_deploy.graph.rules import Eligibility, RuleFinding, Target
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import EngineOptions
@@ -185,6 +185,9 @@ def unfused_for(answers: Sequence[Eligibility]) -> Iterator[None]:
         raise NotFusedError(error.what, got=got, hint=hint) from error
 
 
+_OF_RANGE = (KeptKind.OVERFLOW, KeptKind.FLUSHED)  # not so in a type with the range of FP32
+
+
 def explained(
     answers: Sequence[Eligibility], manifest: Manifest, options: EngineOptions
 ) -> list[Eligibility]:
@@ -198,7 +201,7 @@ def explained(
         if found.rule == "fp32" and reason is not None:
             message += f" --precision auto keeps it so: {reason['reason']}."
             # BF16 has the range of FP32, but fewer digits than FP16.
-            is_held = reason["kind"] in ("overflow", "flushed") and found.node in scores
+            is_held = reason["kind"] in _OF_RANGE and found.node in scores
             is_held = is_held and not is_coarse(scores[found.node], "bf16")
             remedy = "export with --precision bf16, which has the range of FP32" if is_held else ""
         elif found.rule == "fp32" and own != "fp32":

@@ -44,6 +44,7 @@ from mha_deploy.graph.roles import MATMULS, NORMS, SOFTMAXES, TO_BOOLEAN
 from mha_deploy.graph.upcast import in_type, retype, retype_attributes
 from mha_deploy.model.masking import ABSORBS_ANY, ABSORBS_FLOAT32, MODEL_NUMBER, model_number
 from mha_deploy.model.precision import PRECISIONS
+from mha_deploy.status import Word
 from mha_deploy.text import group_by, summarize_names
 
 # -- Records: measured ranges, and the plan --------------------------------------------------------
@@ -104,10 +105,22 @@ class Ranges:
     inner: Mapping[str, float]
 
 
+class KeptKind(Word):
+    """What keeps something wider than FP16."""
+
+    OVERFLOW = "overflow"  # it is beyond the largest number of FP16
+    FLUSHED = "flushed"  # FP16 makes zeros of it
+    EXACT = "exact"  # whole numbers that FP16 cannot count to
+    MASK = "mask"  # a number that masks, beyond FP16
+    OPERATOR = "operator"  # it does not take FP16, or is not measured
+    ROUNDING = "rounding"  # the outputs lose too much
+    BETWEEN = "between"  # all around it is wide
+
+
 class KeptReason(NamedTuple):
     """Why something is not written in FP16."""
 
-    kind: str  # `overflow`, `flushed`, `exact`, `mask`, `operator`, `rounding` or `between`
+    kind: KeptKind
     figure: float | None  # the number that decided
     text: str  # a sentence
 
@@ -119,7 +132,7 @@ class KeptNode:
     name: str
     op_type: str
     precision: str
-    kind: str
+    kind: KeptKind
     figure: float | None
     reason: str
 
@@ -670,11 +683,12 @@ class Planner:
                 self._kept.setdefault(node, reason)
         inputs = tuple(self._tensors(self._graph.inputs))
         float32_inputs = {each.name for each in inputs}
-        between = KeptReason("between", None, "between nodes in FP32, where FP16 would only add Casts")
+        between = KeptReason(KeptKind.BETWEEN, None, "between nodes in FP32, where FP16 would only add Casts")
         self._kept |= dict.fromkeys(enclosed_nodes(self._graph, set(self._kept), float32_inputs), between)
         types = dict.fromkeys(nodes, "fp16")
         for node in (node for node in nodes if node in self._kept):
-            types[node] = wide if is_attention(node) and self._kept[node].kind != "rounding" else "fp32"
+            is_wide = is_attention(node) and self._kept[node].kind is not KeptKind.ROUNDING
+            types[node] = wide if is_wide else "fp32"
         kept = [node for node in nodes if node in self._kept]
         results = [value for value in dict.fromkeys(self._graph.outputs) if value.producer() is not None]
         outputs = tuple(self._tensors(results))
@@ -698,7 +712,7 @@ class Planner:
             if reason is None and sentinel:
                 # Cast to FP16 by the caller, it would be infinite.
                 text = f"it masks with {sentinel:,.6g}, which is clamped to FP16 inside"
-                reason = KeptReason("mask", sentinel, text)
+                reason = KeptReason(KeptKind.MASK, sentinel, text)
             if reason is not None and reason.figure is not None:
                 yield KeptTensor(str(value.name), reason.figure, reason.text)
 
@@ -709,10 +723,11 @@ class Planner:
         measured = self._range(value)
         size = measured.highest if value in self._masks else measured.largest
         if size > self._limit:
-            return KeptReason("overflow", size, f"{value.name} reaches {size:,.6g}, {self._end}")
+            return KeptReason(KeptKind.OVERFLOW, size, f"{value.name} reaches {size:,.6g}, {self._end}")
         size = measured.largest
         if 0 < size < FLUSHED_BELOW * self._margin and not measured.sentinel:
-            return KeptReason("flushed", size, f"{value.name} is {size:.3g} at most, which FP16 flushes to 0")
+            text = f"{value.name} is {size:.3g} at most, which FP16 flushes to 0"
+            return KeptReason(KeptKind.FLUSHED, size, text)
         return None
 
     def _range(self, value: ir.Value) -> ValueRange:
@@ -769,22 +784,23 @@ class Planner:
     def _reasons(self, node: ir.Node) -> Iterator[KeptReason]:
         """Why a node cannot be written in FP16, by the numbers around and inside it; the first one counts."""
         if graphs_in(node):
-            yield KeptReason("operator", None, "what is inside a branch or loop is not measured")
+            yield KeptReason(KeptKind.OPERATOR, None, "what is inside a branch or loop is not measured")
         if not all(is_tensor(value) for value in (*node.inputs, *node.outputs) if value is not None):
-            yield KeptReason("operator", None, "sequences and optionals stay in float32")
+            yield KeptReason(KeptKind.OPERATOR, None, "sequences and optionals stay in float32")
         if is_op(node, "MeanVarianceNormalization"):
-            yield KeptReason("operator", None, "its definition by other operators has constants in float32")
+            text = "its definition by other operators has constants in float32"
+            yield KeptReason(KeptKind.OPERATOR, None, text)
         inputs, outputs = list(float_inputs(node)), list(float_outputs(node))
         yield from filter(None, (self._value(value) for _, value in (*outputs, *inputs)))
         figure = self._ranges.inner.get(str(node.name), 0.0)
         if figure > self._limit and node.op_type in WORDS:
-            yield KeptReason("overflow", figure, f"{WORDS[node.op_type]} {figure:,.6g}, {self._end}")
+            yield KeptReason(KeptKind.OVERFLOW, figure, f"{WORDS[node.op_type]} {figure:,.6g}, {self._end}")
         divisor = input_at(node, _DIVIDERS[node.op_type]) if is_op(node, *_DIVIDERS) else None
         if divisor is not None and divisor.dtype == FLOAT and not divisor.is_initializer():
             figure = self._range(divisor).smallest
             if figure < FLUSHED_BELOW * self._margin:
                 text = f"its divisor {divisor.name} is as small as {figure:.3g}, which FP16 flushes to 0"
-                yield KeptReason("flushed", figure, text)
+                yield KeptReason(KeptKind.FLUSHED, figure, text)
         for position, value in inputs:
             if (array := constant_of(value)) is None:
                 continue
@@ -793,15 +809,15 @@ class Planner:
             figure = float(size.max(initial=0.0, where=size < SENTINEL_FROM))
             if figure > FP16_MAX and not is_bound:
                 text = f"its constant {value.name} holds {figure:,.6g}, and FP16 ends at {FP16_MAX:,.0f}"
-                yield KeptReason("overflow", figure, text)
+                yield KeptReason(KeptKind.OVERFLOW, figure, text)
             lost = size[(size > 0) & (size < FLUSHED_BELOW)]
             if lost.size > _FEW * int(np.count_nonzero(size)) and not self._is_rounding(node, lost, size):
                 figure = float(lost.max())
                 text = f"its constant {value.name} holds {figure:.3g}, which FP16 flushes to 0"
-                yield KeptReason("flushed", figure, text)
+                yield KeptReason(KeptKind.FLUSHED, figure, text)
         slots = [("inputs", at) for at, _ in inputs] + [("outputs", at) for at, _ in outputs]
         if not any(accepted_type(self._opsets, node, *slot, HALF) == HALF for slot in slots):
-            yield KeptReason("operator", None, f"{node.op_type} is not known to take FP16")
+            yield KeptReason(KeptKind.OPERATOR, None, f"{node.op_type} is not known to take FP16")
 
     def _is_rounding(self, node: ir.Node, lost: np.ndarray, size: np.ndarray) -> bool:
         """Whether the smallest numbers of a bias are less than the rounding of the sum, as in key biases.
@@ -828,7 +844,7 @@ class Planner:
             if not to_index and figure <= math.pi:
                 continue
             text = f"{value.name} reaches {figure:,.6g} and becomes {what}, which FP16 would round"
-            reason = KeptReason("exact", figure, text)
+            reason = KeptReason(KeptKind.EXACT, figure, text)
             yield node, reason
             if value in free:
                 yield from ((maker, reason) for maker in producers_within(value, free, seen))
@@ -838,7 +854,7 @@ class Planner:
     def _guarded(self) -> Iterator[tuple[ir.Node, KeptReason]]:
         """The nodes between an epsilon that FP16 would flush to 0 and the division that it guards."""
         for node, reason in list(self._kept.items()):
-            pending = [node] if reason.kind == "flushed" and is_op(node, "Add", "Max", "Clip") else []
+            pending = [node] if reason.kind is KeptKind.FLUSHED and is_op(node, "Add", "Max", "Clip") else []
             while pending:
                 for use in pending.pop().outputs[0].uses():
                     if is_op(use.node, *_TO_DIVISION):
@@ -867,7 +883,7 @@ class Planner:
                 self._fully_masked[str(node.name)] = sentinel
                 text += f" from several terms, one of them {sentinel:,.6g}"
             if node in self._kept or joined:
-                yield from ((maker, KeptReason("mask", sentinel, text)) for maker in makers)
+                yield from ((maker, KeptReason(KeptKind.MASK, sentinel, text)) for maker in makers)
 
     def _joins_sentinels(self, node: ir.Node) -> bool:
         """Whether a node adds a number to a sentinel, or chooses among two of them."""

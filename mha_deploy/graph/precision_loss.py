@@ -28,6 +28,7 @@ from mha_deploy.graph.mixed_precision import (
     MARGIN,
     SENTINEL_FROM,
     Cases,
+    KeptKind,
     KeptReason,
     Planner,
     PrecisionPlan,
@@ -478,4 +479,4 @@ class _LossSearch:
     def _reason(self, name: str) -> KeptReason:
         cost, limit = self._costs[name], self._measured.limit
         text = f"rounding to FP16 here costs about {cost:.2g} of the result, and {limit:.2g} may be lost"
-        return KeptReason("rounding", cost, text)
+        return KeptReason(KeptKind.ROUNDING, cost, text)
