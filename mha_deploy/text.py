@@ -87,6 +87,14 @@ def point_name(case: str, sizes: Mapping[str, int]) -> str:
     return "" if re.findall(r"\d+", case) == [str(value) for value in sizes.values()] else case
 
 
+def part_title(name: str, heads: Sequence[int] | None) -> str:
+    """A part of a model, with its first and last head where it is only these of an attention."""
+    if heads is None:
+        return name
+    first, last = heads
+    return f"{name}, head {first}" if first == last else f"{name}, heads {first} to {last}"
+
+
 def yes_no(value: bool) -> str:
     """`yes` or `no`."""
     return "yes" if value else "no"

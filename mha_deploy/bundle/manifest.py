@@ -285,7 +285,11 @@ class LossOutput(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class LossLayer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One part of a model that may be compressed."""
 
-    name: Annotated[str, means("the GEMM, or the head")]
+    name: Annotated[str, means("the GEMM, or the attention")]
+    heads: Annotated[
+        tuple[int, int] | None,
+        means("the first and the last head of an attention that go together; null for another part"),
+    ] = None
     is_compressed: Annotated[bool, means("whether it is compressed")]
     relative_l2: Annotated[
         float | None,

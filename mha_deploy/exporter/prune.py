@@ -60,6 +60,7 @@ from mha_deploy.graph.mixed_precision import TYPE_BLIND
 from mha_deploy.options import OnName, Step, silent
 from mha_deploy.runtime.user_code import graph_code
 from mha_deploy.runtime.user_data import Metric
+from mha_deploy.text import part_title
 
 AUTO_HEADS = "auto"
 KV_HEADS = "kv-heads"
@@ -421,7 +422,8 @@ def prune(
         outputs=outputs,
         layers=[
             LossLayer(
-                name=_unit_title(unit, found),
+                name=unit[0],
+                heads=_heads_in(unit, found),
                 is_compressed=unit in removed,
                 relative_l2=None,
                 sqnr_db=None,
@@ -433,14 +435,14 @@ def prune(
         search=points,
     )
     if max_loss is not None and (record.worst > max_loss or not removed):
-        least = order[0]
+        least = part_title(order[0][0], _heads_in(order[0], found))
         raise LossExceeded(
             "No head can be removed within the allowed loss."
             if heads == AUTO_HEADS
             else "Removing this many heads exceeds the allowed loss.",
             got=f"{record.worst:.2g}, limit {max_loss:g}"
             if removed
-            else f"{_unit_title(least, found)} alone: {alone[least]:.2g}, limit {max_loss:g}",
+            else f"{least} alone: {alone[order[0]]:.2g}, limit {max_loss:g}",
             hint="a larger --max-loss" if heads == AUTO_HEADS else "a larger --max-loss, or more heads",
         )
     return Compression(model=model, record=record)
@@ -488,12 +490,11 @@ def _counts(found: Mapping[str, _PrunableHeads]) -> dict[str, tuple[int, int]]:
     return {name: (each.Hq, each.Hkv) for name, each in found.items()}
 
 
-def _unit_title(unit: Unit, found: Mapping[str, _PrunableHeads]) -> str:
-    """A head, or those that share a key/value head: they go together."""
-    (name, number), each = unit, found[unit[0]]
-    size = each.Hq // each.Hkv
-    first = number * size
-    return f"{name}, head {first}" if size == 1 else f"{name}, heads {first} to {first + size - 1}"
+def _heads_in(unit: Unit, found: Mapping[str, _PrunableHeads]) -> tuple[int, int]:
+    """The first and the last head of those that share a key/value head: they go together."""
+    name, number = unit
+    size = found[name].Hq // found[name].Hkv
+    return number * size, (number + 1) * size - 1
 
 
 def _allowed(found: Mapping[str, _PrunableHeads], removed: Sequence[Unit], unit: Unit) -> bool:

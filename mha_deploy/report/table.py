@@ -22,6 +22,7 @@ from mha_deploy.text import (
     engine_reason_text,
     error,
     group_by,
+    part_title,
     plural,
     point_name,
     reason_and_hint,
@@ -503,7 +504,8 @@ def sensitivity_table(found: Data) -> Table:
     for each in parts:
         status = done if each["is_compressed"] else left
         own = number(each["relative_l2"], error)
-        rows.append((each["name"], status, number(each["alone"], error), own))
+        part = part_title(each["name"], each["heads"])
+        rows.append((part, status, number(each["alone"], error), own))
     if done in ("removed", "pooled"):
         title = "Sensitivity: the loss without one head alone; a head that took over another one stays"
         title = title if done == "removed" else "Sensitivity: the loss of pooling the heads of one attention"
