@@ -77,6 +77,13 @@ def sizes_text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{axis}={value}" for axis, value in sizes.items())
 
 
+def beyond_text(sizes: Mapping[str, int], axes: Mapping[str, Any]) -> str:
+    """Sizes that are beyond their axes, with the ranges of these."""
+    return ", ".join(
+        f"{axis} = {value}, not {axes[axis].min} to {axes[axis].max}" for axis, value in sizes.items()
+    )
+
+
 def sizes_joined(sizes: Mapping[str, int]) -> str:
     """Axis sizes without their names, as 8×128."""
     return "×".join(str(value) for value in sizes.values())

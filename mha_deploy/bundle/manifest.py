@@ -329,7 +329,8 @@ class LossRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     data: Annotated[str, means("where the samples came from")]
     samples: Annotated[Count, means("samples that the loss was measured on")]
     outside: Annotated[
-        dict[str, str], means("the samples outside the axes, which were not used, and their sizes")
+        dict[str, dict[str, Count]],
+        means("the samples outside the axes, which were not used: of each, the sizes that are, by axis"),
     ] = field(default_factory=dict)
     held_out: Annotated[
         bool,

@@ -56,7 +56,7 @@ from mha_deploy.options import AUTO, ExportOptions, OnName, OnStep, Step, silent
 from mha_deploy.output import copy_file, scratch_folder
 from mha_deploy.runtime.user_code import graph_code
 from mha_deploy.runtime.user_data import Metric, open_samples
-from mha_deploy.text import plural
+from mha_deploy.text import beyond_text, plural
 
 Part = GemmLayer | AttentionLayer
 """What can be quantized, or stay as it is."""
@@ -101,7 +101,8 @@ class Samples:
     given: Any  # the user's data; None: drawn
     limit: int = 0
     offset: int | None = None  # 0 or 1: every other sample, from there on
-    outside: dict[str, str] = field(default_factory=dict)  # those beyond the axes, and the sizes that are
+    # Those beyond the axes, and the sizes that are
+    outside: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def split(self) -> tuple[Samples, Samples, bool]:
         """Those to choose by, those that were held out for the loss, and whether these are others."""
@@ -136,9 +137,9 @@ class Samples:
             yield taken
         if not found:
             what = "The data has no sample within the axes of the model."
-            got = "; ".join(
-                [self.title, *(f"{name}: {sizes}" for name, sizes in islice(self.outside.items(), 3))]
-            )
+            first = islice(self.outside.items(), 3)
+            parts = (f"{name}: {beyond_text(sizes, spec.axes)}" for name, sizes in first)
+            got = "; ".join([self.title, *parts])
             hint = "samples; an iterator that is used up gives none"
             if self.outside:
                 hint = "samples of these sizes, in one file along an axis of their own; or a wider --axis"
@@ -565,7 +566,8 @@ class CompressedSource(OnnxSource):
         if record.outside:
             name, sizes = next(iter(record.outside.items()))
             count = plural(len(record.outside), "sample")
-            self.notes.append(f"{count} of {record.data} beyond the axes, not used: {name} has {sizes}")
+            beyond = beyond_text(sizes, spec.axes)
+            self.notes.append(f"{count} of {record.data} beyond the axes, not used: {name} has {beyond}")
         if made.wide:
             most = f"{max(made.wide.values()):,.6g}"
             self.notes.append(f"not quantized: {', '.join(made.wide)}, numbers beyond FP16 (up to {most})")

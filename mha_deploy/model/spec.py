@@ -87,10 +87,9 @@ def are_within(sizes: Sizes, axes: Axes) -> bool:
     return all(axes[name].min <= size <= axes[name].max for name, size in sizes.items() if name in axes)
 
 
-def sizes_beyond(sizes: Sizes, axes: Axes) -> str:
-    """The sizes that are not within their axes, in words; empty where all are."""
-    beyond = {name: axes[name] for name, size in sizes.items() if not are_within({name: size}, axes)}
-    return ", ".join(f"{name} = {sizes[name]}, not {axis.min} to {axis.max}" for name, axis in beyond.items())
+def sizes_beyond(sizes: Sizes, axes: Axes) -> dict[str, int]:
+    """The sizes that are not within their axes."""
+    return {name: size for name, size in sizes.items() if not are_within({name: size}, axes)}
 
 
 def two_sizes(

@@ -116,8 +116,8 @@ class DataRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     samples: Annotated[int, means("samples that were read")]
     resumed: Annotated[int, means("how many of them an earlier, interrupted run computed")]
     outside: Annotated[
-        dict[str, str],
-        means("the samples outside the axes of the bundle, which were not run, and their sizes"),
+        dict[str, dict[str, int]],
+        means("the samples outside the axes of the bundle, not run: of each, the sizes that are, by axis"),
     ]
     sizes: Annotated[
         dict[str, tuple[int, int]], means("the smallest and the largest size of every axis in the samples")
@@ -329,7 +329,7 @@ def validate_data(
     kept = _Kept(options.resume, header)
     make: Callable[[Sample], GoldenCase] | None = None
     read = resumed = 0
-    outside = dict[str, str]()
+    outside = dict[str, dict[str, int]]()
     spans: dict[str, tuple[int, int]] = {}
     with ExitStack() as owned:
         tallies = []
