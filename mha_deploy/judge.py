@@ -125,6 +125,9 @@ class ParityReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     model: Annotated[str, means("name of the model")]
     precision: Annotated[str, means("precision of the graph")]
     runtime: Annotated[str, means("the runtime with its version")]
+    engine: Annotated[
+        str | None, means("name of the engine in the bundle, as in `engines`; null for anything else")
+    ] = None
     cases: Annotated[
         CaseKind,
         means(

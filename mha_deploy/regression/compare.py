@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import msgspec
 from msgspec import Struct, structs
@@ -328,37 +328,86 @@ Measurements = dict[tuple[str, str], Measurement]  # by section and subject
 Measured = Iterator[tuple[str, str, Measurement]]
 
 
-def measurements(result: ModelResult, names: Mapping[str, str] | None = None) -> Measurements:
-    """Everything of a result that can be compared; `names` are those on the other side."""
+@dataclass(frozen=True, kw_only=True)
+class _Owners:
+    """What the results of one side belong to: a runtime, or an engine where a side has several of one."""
+
+    titles: Mapping[str, str]  # of runtimes, without their versions, which an upgrade changes
+    names: Mapping[str, str]  # of engines on the other side
+    several: frozenset[str]  # the titles of runtimes of which several engines were judged
+
+    def engine(self, name: str) -> str:
+        """The name of an engine on the other side, if it is known by another one there."""
+        return self.names.get(name, name)
+
+    def title(self, runtime: str) -> str:
+        """The name of a runtime without its version."""
+        return self.titles.get(runtime, runtime)
+
+    def of(self, result: _OfRuntime) -> str:
+        """The owner of a result: two engines of one TensorRT differ by name only."""
+        title, engine = self.title(result.runtime), result.engine and self.engine(result.engine)
+        if engine is None or title not in self.several or engine == title:
+            return title
+        return f"{engine} ({title})"
+
+
+class _OfRuntime(Protocol):
+    """What a report has for every runtime and engine."""
+
+    @property
+    def runtime(self) -> str: ...
+    @property
+    def engine(self) -> str | None: ...
+
+
+def _judged(result: ModelResult) -> tuple[_OfRuntime, ...]:
+    return *(result.parity or ()), *(result.decode or ()), *(result.invariance or ())
+
+
+def _owners(old: ModelResult, new: ModelResult, names: Mapping[str, str]) -> tuple[_Owners, _Owners]:
+    """Those of both sides; `names` are the old ones of the new engines."""
+    sides, engines = [], dict[str, set[str]]()
+    for result, renamed in ((old, {}), (new, names)):
+        side = _Owners(titles=result.runtimes or {}, names=renamed, several=frozenset())
+        for each in _judged(result):
+            if each.engine is not None:
+                engines.setdefault(side.title(each.runtime), set()).add(side.engine(each.engine))
+        sides.append(side)
+    several = frozenset(title for title, found in engines.items() if len(found) > 1)
+    one, two = (replace(side, several=several) for side in sides)
+    return one, two
+
+
+def measurements(result: ModelResult, owners: _Owners) -> Measurements:
+    """Everything of a result that can be compared."""
     found: Measurements = {}
-    for section, subject, item in _measure(result, names or {}):
+    for section, subject, item in _measure(result, owners):
         key, count = (section, subject), 1
-        while key in found:  # two engines of one TensorRT have the same name in a report
+        while key in found:  # two files that were judged in one runtime have the same name in a report
             count += 1
             key = (section, f"{subject} ({count})")
         found[key] = item
     return found
 
 
-def _measure(result: ModelResult, names: Mapping[str, str]) -> Measured:
-    engines = result.engines or ()
+def _measure(result: ModelResult, owners: _Owners) -> Measured:
+    engines, names = result.engines or (), owners.names
+    rebuilds = {each.name: each.rebuilds for each in engines}
     yield from _measure_verdict(result)
-    # Errors name a TensorRT, not an engine.
-    of_runtime = group_by(engines, lambda each: f"{each.backend} {each.version}")
-    alone = {f"{each.backend} {each.version}": each.rebuilds for each, *others in of_runtime if not others}
-    yield from _measure_errors(result, alone)
-    yield from _measure_decoding(result)
+    yield from _measure_errors(result, owners, rebuilds)
+    yield from _measure_decoding(result, owners)
     if result.loss is not None:
         loss = result.loss.worst
         item = Measurement("loss", _MODEL, loss, f"{loss:.2g}", limit=result.loss.limit)
         yield "loss", "loss", item
-    yield from _measure_checks(result)
+    yield from _measure_checks(result, owners)
     for engine in engines:
-        yield from _measure_engine(engine, names.get(engine.name, engine.name))
-    yield from _measure_latency(result, names, {each.name: each.rebuilds for each in engines})
+        yield from _measure_engine(engine, owners.engine(engine.name))
+    yield from _measure_latency(result, names, rebuilds)
     yield from _measure_load(result, names)
     yield from _measure_contents(result)
-    for subject, value in _environment(result, names):
+    for subject, value in _environment(result, owners):
         if value:
             yield "environment", subject, _as_measurement("text", "", value)
     for attribute, value in _spec(result).items():
@@ -373,12 +422,12 @@ def _measure_verdict(result: ModelResult) -> Measured:
         yield "verdict", "validation", _as_measurement("status", "", result.verdict.outcome)
 
 
-def _measure_errors(result: ModelResult, rebuilds: Mapping[str, Any]) -> Measured:
+def _measure_errors(result: ModelResult, owners: _Owners, rebuilds: Mapping[str, Any]) -> Measured:
     """The error of every output, and the sizes that it was measured at."""
     for run in result.parity or ():
-        owner = _runtime(result, run.runtime)
+        owner, of_engine = owners.of(run), rebuilds.get(run.engine or "")
         for each in run.verdicts or ():
-            noise = _rebuild_span(rebuilds.get(run.runtime), "errors", each.case, each.output)
+            noise = _rebuild_span(of_engine, "errors", each.case, each.output)
             share = replace(_share(owner, each, noise), cases=run.cases)
             yield "error", f"{owner}, {run.cases}: {each.case}/{each.output}", share
         for case, sizes in {each.case: each.sizes for each in run.verdicts or () if each.sizes}.items():
@@ -386,9 +435,9 @@ def _measure_errors(result: ModelResult, rebuilds: Mapping[str, Any]) -> Measure
             yield "coverage", f"{owner}, {run.cases}: sizes of {case}", extent
 
 
-def _measure_decoding(result: ModelResult) -> Measured:
+def _measure_decoding(result: ModelResult, owners: _Owners) -> Measured:
     for decoded in result.decode or ():
-        owner = _runtime(result, decoded.runtime)
+        owner = owners.of(decoded)
         trace = f"{owner}: {decoded.trace}"
         yield "decode", trace, _share(owner, decoded)
         yield "coverage", f"{trace}, decode steps", _count(owner, decoded.steps)
@@ -398,10 +447,10 @@ def _measure_decoding(result: ModelResult) -> Measured:
         yield "coverage", f"{trace}, tokens of prompts", Measurement("counts", owner, tokens, shown)
 
 
-def _measure_checks(result: ModelResult) -> Measured:
+def _measure_checks(result: ModelResult, owners: _Owners) -> Measured:
     """Batch invariance, the semantics of masks, and the range of FP16."""
     for check in result.invariance or ():
-        owner = _runtime(result, check.runtime)
+        owner = owners.of(check)
         subject = f"{owner}: {check.check} {check.case}, {check.detail or ''}".strip(" ,")
         yield "invariance", subject, _share(owner, check)
     for mask in result.conformance.rows if result.conformance else ():
@@ -483,7 +532,7 @@ def _measure_engine(engine: EngineRecord, name: str) -> Measured:
 _MODEL = "model"  # the owner of its attributes
 
 
-def _environment(result: ModelResult, names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _environment(result: ModelResult, owners: _Owners) -> Iterator[tuple[str, str]]:
     yield "weights", result.model.weights if result.model else ""
     yield "bundle", result.model.bundle_sha256[:12] if result.model else ""
     if (loss := result.loss) is not None:
@@ -491,14 +540,14 @@ def _environment(result: ModelResult, names: Mapping[str, str]) -> Iterator[tupl
         held_out = ", held out from calibration" if loss.held_out else ""
         yield "loss: measured on", f"{plural(loss.samples, 'sample')} of {loss.data}{held_out}"
     for engine in result.engines or ():
-        name = names.get(engine.name, engine.name)
+        name = owners.engine(engine.name)
         yield f"{name}: built by", f"{engine.backend} {engine.version}"
         yield f"{name}: attention", engine.attention or ""
         yield f"{name}: plugins", ", ".join(engine.plugins or ())
     # A budget for accumulation in FP16 is wider: the same error is then judged less strictly.
-    kinds = {_runtime(result, run.runtime): run.accumulation.type for run in result.parity or ()}
-    for runtime, kind in kinds.items():
-        yield f"{runtime}: accumulates in", kind
+    kinds = {owners.of(run): run.accumulation.type for run in result.parity or ()}
+    for owner, kind in kinds.items():
+        yield f"{owner}: accumulates in", kind
     here = result.environment
     if here is not None:
         yield "GPU", here.gpu.name if here.gpu else "none"
@@ -573,11 +622,6 @@ def _tails(owner: str, row: LatencyRowRecord) -> Iterator[tuple[str, Measurement
                 kind: dict[str, Any] = {"noise": spread, "doubt": _time(owner, row, 0.0).doubt or ""}
                 values = tail, value, timing.p50_us
                 yield tail, Measurement("tail", owner, values, f"{short(value)} µs", **kind)
-
-
-def _runtime(result: ModelResult, runtime: str) -> str:
-    """A runtime's name without its version, which is what an upgrade changes."""
-    return (result.runtimes or {}).get(runtime, runtime)
 
 
 def _rebuild_span(rebuilds: Any, figure: str, *of: str) -> float:
@@ -1126,7 +1170,8 @@ def _old_names(old: ModelResult, new: ModelResult) -> dict[str, str]:
     for result in (old, new):
         kinds: dict[Any, list[str]] = {"": [each.name for each in result.engines or ()]}
         for subject in result.subjects or ():
-            kinds.setdefault((subject.kind, _runtime(result, subject.runtime)), []).append(subject.name)
+            runtime = (result.runtimes or {}).get(subject.runtime, subject.runtime)
+            kinds.setdefault((subject.kind, runtime), []).append(subject.name)
         sides.append(kinds)
     pairs = [(names, sides[1].get(kind, [])) for kind, names in sides[0].items()]
     return {theirs[0]: names[0] for names, theirs in pairs if len(names) == len(theirs) == 1}
@@ -1206,7 +1251,7 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
     names = _old_names(old, new)
     engines: list[Any] = [each.engines or () for each in (old, new)]
     new = _with_old_names(old, new)
-    before, after = measurements(old), measurements(new, names)
+    before, after = map(measurements, (old, new), _owners(old, new, names))
     found = [*_gap_changes(old, new, names)]
     other = _not_the_same(old, new)
     is_other = old.name != new.name  # all attributes of which differ

@@ -51,6 +51,9 @@ class DecodeRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     model: Annotated[str, means("name of the model")]
     precision: Annotated[str, means("precision of the graph")]
     runtime: Annotated[str, means("the runtime with its version")]
+    engine: Annotated[
+        str | None, means("name of the engine in the bundle, as in `engines`; null for anything else")
+    ] = None
     trace: Annotated[str, means("name of the trace: from the bundle, or drawn on request")]
     outcome: Annotated[Outcome, means("whether every step was run and is right")]
     prompt: Annotated[tuple[int, ...], means("tokens of the prompt of every batch element")]
@@ -98,6 +101,7 @@ class DecodeReport:
     model: str  # name of the model
     precision: str  # its precision
     runtime: str  # the runtime, with its version
+    engine: str | None = None  # name of the engine in the bundle; None for anything else
     trace: str  # name of the trace
     prompt: tuple[int, ...]  # length of the prompt of every batch element
     steps: int  # how many single tokens were to follow
@@ -140,6 +144,7 @@ class DecodeReport:
             model=self.model,
             precision=self.precision,
             runtime=self.runtime,
+            engine=self.engine,
             trace=self.trace,
             outcome=self.outcome,
             steps=self.steps,

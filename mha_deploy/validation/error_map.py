@@ -112,6 +112,9 @@ class Heatmap(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The error of one output of one case."""
 
     runtime: Annotated[str, means("the runtime with its version")]
+    engine: Annotated[
+        str | None, means("name of the engine in the bundle, as in `engines`; null for anything else")
+    ] = None
     case: Annotated[str, means("name of the case")]
     output: Annotated[str, means("name of the output")]
     rows: Annotated[str, means("what a row is: `head` or `channel group`")]

@@ -272,6 +272,7 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnName = silent) -
     One that is wrong anywhere has no time at all: in a case, a decode step, or where a batch element stands.
     """
     accumulation = runtime.accumulation(plan.precision)  # before it occupies the child that measures this
+    engine = runtime.engine_name
     with runtime.open() as runner:
         plan = replace(plan, precision=replace(plan.precision, accumulate=accumulation.type))
         heatmaps: list[Heatmap] = []
@@ -303,13 +304,15 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnName = silent) -
         for kind, futures in judged.items():
             verdicts = [verdict for each in futures for verdict in each.result()]
             if verdicts:
-                about: dict[str, Any] = {"runtime": runner.name, "accumulation": accumulation, "cases": kind}
-                about |= {"model": plan.spec.name, "precision": plan.precision}
+                about: dict[str, Any] = {"runtime": runner.name, "engine": engine, "cases": kind}
+                about |= {"model": plan.spec.name, "precision": plan.precision, "accumulation": accumulation}
                 parity.append(judge.parity_from_verdicts(verdicts, **about))
         checks: tuple[InvarianceCheck, ...] = ()
         if plan.invariance and runtime.family == TENSORRT:
             on_step(Step(runtime.name, "batch elements in other slots"))
-            checks = invariance_from_runner(runner, cases.get(CaseKind.GOLDEN, ()), plan.spec, plan.precision)
+            golden = cases.get(CaseKind.GOLDEN, ())
+            found = invariance_from_runner(runner, golden, plan.spec, plan.precision)
+            checks = tuple(structs.replace(check, engine=engine) for check in found)
         decoded: list[DecodeReport] = []
 
         def progress(trace: DecodeTrace, step: int) -> None:
@@ -317,8 +320,9 @@ def evaluate(runtime: Runtime, plan: EvaluationPlan, on_step: OnName = silent) -
                 on_step(Step(runtime.name, f"{trace.name}, step {step} of {trace.steps}"))
 
         for trace in plan.traces:
-            if found := evaluate_trace(runner, trace, plan.spec, plan.precision, partial(progress, trace)):
-                decoded.append(found)
+            report = evaluate_trace(runner, trace, plan.spec, plan.precision, partial(progress, trace))
+            if report is not None:
+                decoded.append(replace(report, engine=engine))
             else:  # its calls are outside the engine's profiles
                 outside.append(trace.name)
         why_not = None
@@ -372,13 +376,18 @@ def _run(
         # The engine was built for these shapes: not to run them is a verdict on it. So is a crash.
         return partial(judge.failed_to_run, case, error.in_one_line)
     case.baseline(plan.precision.accumulate)  # samples of it are drawn here
-    return partial(_judge, runner.name, case, got, plan, heatmaps)
+    about = {"runtime": runner.name, "engine": runtime.engine_name}
+    return partial(_judge, about, case, got, plan, heatmaps)
 
 
 def _judge(
-    runtime: str, case: GoldenCase, got: Mapping[str, Any], plan: EvaluationPlan, heatmaps: list[Heatmap]
+    about: Mapping[str, Any],
+    case: GoldenCase,
+    got: Mapping[str, Any],
+    plan: EvaluationPlan,
+    heatmaps: list[Heatmap],
 ) -> list[OutputVerdict]:
-    """The verdicts on a case, and a map of the usual case and of whatever is wrong."""
+    """The verdicts on a case, and a map of the usual case and of whatever is wrong; `about` whose it is."""
     to_heads = None if plan.projection is None else plan.projection.to_heads
     verdicts = judge.judge_case(case, got, plan.precision, to_heads=to_heads)
     # A cache may be wrong by its old entries alone: then there is no error to map.
@@ -388,9 +397,9 @@ def _judge(
         names = [v.output for v in mapped if v.output == "output" and v.passed]
     entries, results, _ = judge.new_entries(case, got)
     for name in names:
-        found = heatmap(runtime, entries, name, results[name], plan.projection)
+        found = heatmap(about["runtime"], entries, name, results[name], plan.projection)
         note = "the entries of the cache that the call wrote" if name in case.cached else found.note
-        heatmaps.append(structs.replace(found, note=note))
+        heatmaps.append(structs.replace(found, note=note, engine=about["engine"]))
     return verdicts
 
 

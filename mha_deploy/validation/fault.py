@@ -212,10 +212,11 @@ def layer_parity(
     open_model: OpenModel,
     accumulation: Accumulation = Accumulation(),  # noqa: B008  # a frozen record
     model: ir.Model | None = None,
+    engine: str | None = None,
 ) -> ParityReport | None:
     """Judge every attention of a module in a runtime; None where the bundle does not know them.
 
-    With a `model`, those of a graph with the names of the bundle's.
+    With a `model`, those of a graph with the names of the bundle's; `engine` is the one that is judged.
     """
     case, entry, precision = layers_case(bundle), bundle.manifest.layers, bundle.manifest.precision
     if case is None or entry is None:
@@ -228,6 +229,7 @@ def layer_parity(
         model=bundle.manifest.spec.name,
         precision=precision,
         runtime=runner.name,
+        engine=engine,
         cases=CaseKind.LAYERS,
         accumulation=accumulation,
     )

@@ -32,6 +32,9 @@ class InvarianceCheck(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """One thing that must not change a result, and whether it does."""
 
     runtime: Annotated[str, means("the runtime with its version")]
+    engine: Annotated[
+        str | None, means("name of the engine in the bundle, as in `engines`; null for anything else")
+    ] = None
     case: Annotated[str, means("name of the case")]
     check: Annotated[Check, means("what must not change a result")]
     detail: Annotated[str, means("what was compared")]

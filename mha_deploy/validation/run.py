@@ -435,7 +435,8 @@ class _Validator:
         what = "every attention by itself"
         self.on_step(Step(runtime.name, what))
         try:
-            return layer_parity(self.bundle, opener, runtime.accumulation(self.bundle.manifest.precision))
+            kind = runtime.accumulation(self.bundle.manifest.precision)
+            return layer_parity(self.bundle, opener, kind, engine=runtime.engine_name)
         except RuntimeCrash as crash:
             self.broken.append(Unavailable(name=f"{runtime.name}, {what}", reason=crash.in_one_line))
             return None

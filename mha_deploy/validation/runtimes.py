@@ -117,6 +117,11 @@ class Runtime:
     digest: str = ""  # the hash of what was given to be judged, where it is a file
     is_subject: bool = False  # whether it was given to be judged: not to run a case is then a verdict on it
 
+    @property
+    def engine_name(self) -> str | None:
+        """The name of its engine in the bundle; None where it is no engine of one."""
+        return None if self.engine is None else self.engine.path.stem
+
     def accumulation(self, precision: Precision) -> Accumulation:
         """The type that its GEMMs may accumulate in, which sets the budget, and how that is known."""
         if precision.name != "fp16":

@@ -160,7 +160,7 @@ def engines_in(
 ) -> tuple[EngineRecord, ...]:
     """The engines, and whether they were run."""
     # An engine in a lean runtime is run under another name than its own.
-    ran = {each.runtime.engine.path.stem for each in evaluations if each.runtime.engine is not None}
+    ran = {name for each in evaluations if (name := each.runtime.engine_name) is not None}
     return engine_records(engines, ran, {each.name: each.reason for each in absent})
 
 

@@ -613,7 +613,55 @@ def test_an_engine_of_another_name_is_the_same_engine():
     new["engines"][0]["name"] = "rebuilt"
     for point in new["latency"]["points"]:
         next(row for row in point["rows"] if row["name"] == "tensorrt")["name"] = "rebuilt"
+    for each in (*new["parity"], *new["decode"], *new["invariance"]):
+        each["engine"] = each["engine"] and "rebuilt"
     assert md.compare(passing(), new).passed
+
+
+OF_ENGINES = ("parity", "decode", "invariance")
+
+
+def of_two_engines(*order):
+    """A report of two engines of one TensorRT, listed in this order; the second uses more of the budget."""
+    data = passing()
+    known = {"tensorrt": engine(data), "plugin": {**copy.deepcopy(engine(data)), "name": "plugin"}}
+    data["engines"] = [known[name] for name in order]
+    for section in OF_ENGINES:
+        plain = [each for each in data[section] if each["engine"] is None]
+        first = [each for each in data[section] if each["engine"] is not None]
+        second = copy.deepcopy(first)
+        for each in second:
+            each["engine"] = "plugin"
+            for part in each.get("verdicts", [each]):
+                part["share"] = 0.9
+        listed = {"tensorrt": first, "plugin": second}
+        data[section] = [*plain, *(each for name in order for each in listed[name])]
+    return data
+
+
+def test_two_engines_of_one_tensorrt_are_told_apart_by_name_and_not_by_their_order():
+    one, two = of_two_engines("tensorrt", "plugin"), of_two_engines("plugin", "tensorrt")
+    assert {change.level for change in md.compare(one, two).changes} == {"same"}
+    for section in OF_ENGINES:
+        gone = copy.deepcopy(two)
+        gone[section] = [each for each in two[section] if each["engine"] != "tensorrt"]
+        lost = md.compare(one, gone)
+        assert {change.section for change in lost.regressions} == {"coverage"}
+        assert all("plugin" not in change.subject for change in lost.regressions)
+
+
+def test_the_spread_of_rebuilds_is_that_of_the_engine():
+    """Also where another engine has the same runtime."""
+    old, new = of_two_engines("tensorrt", "plugin"), of_two_engines("plugin", "tensorrt")
+    run = next(each for each in new["parity"] if each["engine"] == "tensorrt")
+    worse = run["verdicts"][0]
+    errors = {worse["case"]: {worse["output"]: [worse["share"], worse["share"] + 0.3]}}
+    worse["share"] += 0.2
+    assert not md.compare(old, new).passed
+    assert md.compare(rebuilt(old, errors=errors), new).passed
+    old["engines"].reverse()
+    old["engines"][1]["rebuilds"] = None
+    assert not md.compare(rebuilt(old, errors=errors), new).passed, "the spread of the other engine"
 
 
 def test_two_bundles_and_their_reports_are_compared(bundles, tmp_path):

@@ -2,7 +2,7 @@
 
 import random
 
-from example_results import verdict
+from example_results import engine_of, verdict
 
 
 def decode(runtime, *, level=8e-4, steps=300, growth=1.3, prompt=(24, 12, 6), trace="steps"):
@@ -16,6 +16,7 @@ def decode(runtime, *, level=8e-4, steps=300, growth=1.3, prompt=(24, 12, 6), tr
         "model": "bert-base",
         "precision": "fp16",
         "runtime": runtime,
+        "engine": engine_of(runtime),
         "trace": trace,
         "outcome": "passed",
         "prompt": list(prompt),

@@ -59,7 +59,7 @@ def passing():
             invariance("batch size", "B=1 against B=8", bitwise=False, share=0.11),
             invariance("profile", "profile 0 against profile 1", bitwise=False, share=0.24),
             invariance("batch size", "not applicable: no other batch is allowed", bitwise=False, share=None)
-            | {"case": "", "runtime": "ort-cpu 1.31.1", "outcome": "not verified"},
+            | {"case": "", "runtime": "ort-cpu 1.31.1", "engine": None, "outcome": "not verified"},
         ],
         "runtimes": {"ort-cpu 1.31.1": "ort-cpu", "tensorrt 8.6.1": "tensorrt"},
         "conformance": conformance(),

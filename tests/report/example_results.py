@@ -58,6 +58,11 @@ def environment(*, gpu):
 CASES = {"min": (1, 1), "opt": (8, 128), "odd": (3, 37), "ragged": (4, 24), "large": (16, 512)}
 
 
+def engine_of(runtime):
+    """The engine that ran, by the name of its runtime."""
+    return "tensorrt" if runtime.startswith("tensorrt ") else None
+
+
 def parity(runtime, share):
     verdicts = [
         verdict(case, *sizes, share * (1 + 0.07 * i)) for i, (case, sizes) in enumerate(CASES.items())
@@ -66,6 +71,7 @@ def parity(runtime, share):
         "model": "bert-base",
         "precision": "fp16",
         "runtime": runtime,
+        "engine": engine_of(runtime),
         "cases": "golden",
         "outcome": "passed",
         "accumulation": {"type": "fp32", "why": "ONNX Runtime accumulates in FP32"},
@@ -115,6 +121,7 @@ def heatmap(runtime, size):
     values = [[size * (0.5 + 0.08 * head + 0.6 * dice.random()) for _ in range(32)] for head in range(12)]
     return {
         "runtime": runtime,
+        "engine": engine_of(runtime),
         "case": "opt",
         "output": "output",
         "rows": "head",
@@ -128,6 +135,7 @@ def heatmap(runtime, size):
 def invariance(check, detail, *, bitwise, share):
     return {
         "runtime": "tensorrt 8.6.1",
+        "engine": "tensorrt",
         "case": "opt",
         "check": check,
         "detail": detail,

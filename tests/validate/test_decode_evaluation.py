@@ -2,6 +2,8 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -11,6 +13,7 @@ from bundle_edit import copy_of, edit_manifest
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.errors import DeployError
+from mha_deploy.judge import Accumulation
 from mha_deploy.options import ValidateOptions
 from mha_deploy.runtime import open_runner
 from mha_deploy.runtime.runner import Runner
@@ -68,7 +71,7 @@ class Profiled(Through):
         return super()._run(feeds)
 
 
-def sit(bundle, runner, *, cases=None, timed=(), **changes):
+def sit(bundle, runner, *, cases=None, timed=(), engine=None, **changes):
     """One runtime through the golden cases and the traces of a bundle."""
     manifest = bundle.manifest
     plan = EvaluationPlan(
@@ -78,7 +81,7 @@ def sit(bundle, runner, *, cases=None, timed=(), **changes):
         traces=traces_of(bundle, ValidateOptions()),
         timed=timed,
     )
-    who = Runtime(name="stand", family=ONNX_RUNTIME, open=lambda: runner)
+    who = Runtime(name="stand", family=ONNX_RUNTIME, open=lambda: runner, engine=engine)
     return evaluate(who, replace(plan, **changes))
 
 
@@ -143,6 +146,14 @@ def test_a_decode_loop_that_cannot_be_opened_has_failed_the_prefill(static, loop
     assert (report.steps, report.runtime, report.record.growth) == (40, "stand 1.0", None)
     assert result.parity[0].passed, "what was judged before is kept"
     assert not result.is_right
+
+
+def test_what_was_decoded_names_its_engine(static):
+    engine = SimpleNamespace(path=Path("plugin.engine"), accumulation=lambda precision: Accumulation())
+    (report,) = sit(static, Through(static), engine=engine).decode_reports
+    assert (report.engine, report.record.engine) == ("plugin", "plugin")
+    (plain,) = sit(static, Through(static)).decode_reports
+    assert plain.record.engine is None
 
 
 @pytest.mark.sweep(1)

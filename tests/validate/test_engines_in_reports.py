@@ -1,6 +1,7 @@
 """What engines do to a verdict, with stand-ins for engines: this machine may have no GPU to run one on."""
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ from msgspec import structs
 from mha_deploy.bundle.cases import golden_cases
 from mha_deploy.bundle.folder import open_bundle
 from mha_deploy.engine.build import engine_from_bundle
-from mha_deploy.engine.engine import engines_of
+from mha_deploy.engine.engine import Engine, engines_of
 from mha_deploy.errors import BackendUnavailable, DeployError
 from mha_deploy.files import as_plain
 from mha_deploy.model.precision import PRECISIONS
@@ -313,16 +314,21 @@ def plain(bundles):
     return bundles("tiny-gqa")
 
 
-def evaluated(plain, *, engine=True, **options):
+def evaluated(plain, *, engine=True, invariance=False, **options):
     """What becomes of a stand-in on the golden cases, and the stand-in."""
     runner, manifest = Stand(plain, **options), plain.manifest
     runtime = Runtime(
         name="engine",
         family=TENSORRT if engine else ONNX_RUNTIME,
         open=lambda: runner,
-        engine=SimpleNamespace(manifest=MANIFEST) if engine else None,
+        engine=Engine(path=Path("plugin.engine"), manifest=MANIFEST) if engine else None,
     )
-    plan = EvaluationPlan(spec=manifest.spec, precision=manifest.precision, cases={"golden": runner.cases})
+    plan = EvaluationPlan(
+        spec=manifest.spec,
+        precision=manifest.precision,
+        cases={"golden": runner.cases},
+        invariance=invariance,
+    )
     return evaluate(runtime, plan), runner
 
 
@@ -334,6 +340,16 @@ def test_cases_outside_the_profiles_are_left_out(plain):
     assert set(runner.asked).isdisjoint(longer)
     assert result.parity[0].passed
     assert {each.case for each in result.parity[0].verdicts} == {c.name for c in runner.cases} - longer
+
+
+def test_what_is_judged_names_its_engine(plain):
+    """The runtime alone does not: two engines of one TensorRT share it."""
+    result, _ = evaluated(plain, invariance=True)
+    found = [*result.parity, *result.invariance, *result.heatmaps]
+    assert {type(each).__name__ for each in found} == {"ParityReport", "InvarianceCheck", "Heatmap"}
+    assert {each.engine for each in found} == {"plugin"}
+    graph, _ = evaluated(plain, engine=False)
+    assert {each.engine for each in (*graph.parity, *graph.heatmaps)} == {None}
 
 
 def test_an_engine_that_gives_up_on_a_case_has_failed_it(plain):
@@ -391,7 +407,7 @@ ASSUMED = {
 @pytest.mark.parametrize("name", ASSUMED)
 def test_the_budget_assumes_the_accumulation_of_the_kernels(name):
     changes, expected = ASSUMED[name]
-    engine = SimpleNamespace(manifest=SimpleNamespace(**{**vars(MANIFEST), **changes}))
+    engine = Engine(path=Path("e.engine"), manifest=SimpleNamespace(**{**vars(MANIFEST), **changes}))
     runtime = Runtime(name="e", family="tensorrt", open=lambda: None, engine=engine)
     kind, why = structs.astuple(runtime.accumulation(PRECISIONS["fp16"]))
     assert kind == expected

@@ -152,7 +152,7 @@ def test_the_map_is_plain_json_and_holes_are_null():
     got[0, 3, 5] = np.nan
     heat = heatmap("ort 1", case, "output", got, OutputProjection(weight=W, heads=HQ))
     data = msgspec.to_builtins(heat)
-    assert set(data) == {"runtime", "case", "output", "rows", "columns", "values", "bin", "note"}
+    assert set(data) == {"runtime", "engine", "case", "output", "rows", "columns", "values", "bin", "note"}
     assert (data["runtime"], data["case"], data["output"]) == ("ort 1", "made", "output")
     assert [row[3] for row in data["values"]] == [None] * HQ
     assert all(isinstance(x, float) for row in data["values"] for x in [*row[:3], *row[4:]])

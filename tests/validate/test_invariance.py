@@ -114,7 +114,7 @@ def test_a_right_runner_passes(opened, name):
 def test_checks_are_plain_json_with_the_fields_of_the_report(opened):
     data = json.loads(json.dumps([msgspec.to_builtins(check) for check in checked(*opened("tiny-mha"))]))
     for check in data:
-        assert list(check) == ["runtime", "case", "check", "detail", "outcome", "bitwise", "share", "problem"]
+        assert list(check)[:4] == ["runtime", "engine", "case", "check"]
         assert check["check"] in CHECKS
         assert check["runtime"].startswith("ort-cpu ")
 
