@@ -211,6 +211,26 @@ class CaseKind(Word):
     SERVED = "served"
 
 
+class Variation(Word):
+    """What a check of invariance varies."""
+
+    SLOTS = "slots"  # where in the batch an element is
+    NEIGHBORS = "neighbors"  # what the other elements of the batch are
+    BATCH = "batch"  # how many there are
+    PROFILES = "profiles"
+
+
+class Obstacle(Word):
+    """Why nothing could be varied."""
+
+    NO_BATCH_AXIS = "no batch axis"
+    ONE_ELEMENT = "one element"
+    NO_OTHER_BATCH = "no other batch"
+    FIXED_BATCH = "fixed batch"
+    ONE_PROFILE = "one profile"
+    NO_PROFILES = "no profiles"
+
+
 class Section(Word):
     """The part of a report that has the evidence of a finding."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, TypeVar
 
-from mha_deploy.status import CaseKind, Finding, Gap, Kind, Place, Reason, ReasonKind
+from mha_deploy.status import CaseKind, Finding, Gap, Kind, Obstacle, Place, Reason, ReasonKind, Variation
 
 # -- Numbers ---------------------------------------------------------------------------------------
 
@@ -301,6 +301,29 @@ def hint_for(kind: Kind, language: Language) -> str | None:
 
 
 # -- Findings and gaps: the sentences of a verdict -------------------------------------------------
+
+
+_OBSTACLES = {
+    Obstacle.NO_BATCH_AXIS: "no axis of a batch comes first in every output",
+    Obstacle.ONE_ELEMENT: "no case has two batch elements",
+    Obstacle.NO_OTHER_BATCH: "no other batch is allowed",
+    Obstacle.FIXED_BATCH: "the batch is fixed at {batch}",
+    Obstacle.ONE_PROFILE: "no case fits two profiles",
+    Obstacle.NO_PROFILES: "the runtime has no profiles",
+}
+
+
+def variation_text(check: Mapping[str, Any]) -> str:
+    """What a check of invariance compared, or why nothing could be varied; `check` has its fields."""
+    if check["obstacle"] is not None:
+        return f"not applicable: {_OBSTACLES[check['obstacle']].format(**check)}"
+    if check["variation"] == Variation.SLOTS:
+        return f"slot 0..{check['batch'] - 1}, {check['arrangements']} arrangements"
+    if check["variation"] == Variation.NEIGHBORS:
+        return f"batch element {', '.join(map(str, check['elements']))} among other neighbors"
+    if check["variation"] == Variation.BATCH:
+        return f"batch {check['other_batch']} instead of {check['batch']}"
+    return f"profile {', '.join(map(str, check['profiles']))}"
 
 
 def gap_text(gap: Gap) -> str:

@@ -23,7 +23,7 @@ from mha_deploy.output import IsOurs, is_junit, is_page, write_files
 from mha_deploy.report import SavableResult
 from mha_deploy.report.page import JUnitTest, junit, sections_page
 from mha_deploy.report.table import Cell, Group, RawRow, Table, markdown, markdown_text, table
-from mha_deploy.status import CaseKind, Gap, Kind, Outcome, Word
+from mha_deploy.status import CaseKind, Gap, Kind, Outcome, Variation, Word
 from mha_deploy.text import (
     NOTHING,
     budget_share,
@@ -308,7 +308,7 @@ class Measurement:
     budget: Mapping[str, float] = field(default_factory=dict)  # of a share: the limits of these
     limit: float | None = None  # of a loss
     doubt: str = ""  # why the value is not reliable; of a status: the kernels behind it
-    cases: str = ""  # the kind of cases that it was measured on
+    cases: str = ""  # the kind of cases that it was measured on, or what was varied in them
 
 
 @dataclass(frozen=True)
@@ -447,12 +447,24 @@ def _measure_decoding(result: ModelResult, owners: _Owners) -> Measured:
         yield "coverage", f"{trace}, tokens of prompts", Measurement("counts", owner, tokens, shown)
 
 
+# What tells the checks of one case apart, besides the batch size.
+_VARIED = {
+    Variation.SLOTS: ", other slots",
+    Variation.NEIGHBORS: ", other neighbors",
+    Variation.BATCH: ",",
+    Variation.PROFILES: "",
+}
+
+
 def _measure_checks(result: ModelResult, owners: _Owners) -> Measured:
     """Batch invariance, the semantics of masks, and the range of FP16."""
     for check in result.invariance or ():
-        owner = owners.of(check)
-        subject = f"{owner}: {check.check} {check.case}, {check.detail or ''}".strip(" ,")
-        yield "invariance", subject, _share(owner, check)
+        if check.variation is not None:  # else there was nothing to measure
+            owner, sizes = owners.of(check), {} if check.batch is None else {"batch": check.batch}
+            subject = f"{owner}: {check.check} {check.case}{_VARIED[check.variation]}"
+            subject += "" if check.other_batch is None else f" {check.other_batch}"
+            share = replace(_share(owner, check), sizes=sizes, cases=check.variation)
+            yield "invariance", subject, share
     for mask in result.conformance.rows if result.conformance else ():
         for owner, cell in () if mask.diagnostic else mask.cells.items():
             yield "conformance", f"{owner}: {mask.case}", _as_measurement("status", owner, cell.status)
@@ -1251,7 +1263,8 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
     names = _old_names(old, new)
     engines: list[Any] = [each.engines or () for each in (old, new)]
     new = _with_old_names(old, new)
-    before, after = map(measurements, (old, new), _owners(old, new, names))
+    of_old, of_new = _owners(old, new, names)
+    before, after = measurements(old, of_old), measurements(new, of_new)
     found = [*_gap_changes(old, new, names)]
     other = _not_the_same(old, new)
     is_other = old.name != new.name  # all attributes of which differ
@@ -1269,6 +1282,10 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
     # Which cases are drawn depends on the axes, and which probes there are on the precision.
     redrawn = {"fresh": "drawn for other axes"} if _resized(old, new) else {}
     redrawn |= {"probe": "another precision"} if "precision" in other else {}
+    # So do the batch sizes that a case is run in; whether it is run in several profiles is up to these.
+    varied: dict[str, tuple[Level, str]] = {Variation.PROFILES: (CHANGED, "other profiles")}
+    varied |= {Variation.BATCH: (NOT_COMPARABLE, "other axes")} if _resized(old, new) else {}
+    checked = {of_new.of(check) for check in new.invariance or ()}
     reported = set[str]()
     for (section, subject), first in before.items():
         second = after.get((section, subject))
@@ -1289,6 +1306,9 @@ def _changes(old: ModelResult, new: ModelResult, limits: Limits) -> list[Change]
         elif first.cases in redrawn and (first.owner, first.cases) in measured:
             why = redrawn[first.cases]
             found.append(Change(section, subject, NOT_COMPARABLE, first.shown, NOTHING, why))
+        elif first.cases in varied and first.owner in checked:
+            level, why = varied[first.cases]
+            found.append(Change(section, subject, level, first.shown, NOTHING, why))
         elif not first.owner or first.owner in owners:
             why = _NO_REPORT if section == "verdict" and new.verdict is None else _GONE
             found.append(Change("coverage", f"{section}: {subject}", REGRESSION, first.shown, NOTHING, why))

@@ -31,6 +31,7 @@ from mha_deploy.text import (
     sizes_joined,
     sizes_text,
     times,
+    variation_text,
     yes_no,
 )
 
@@ -467,9 +468,9 @@ def invariance_table(checks: Sequence[Data]) -> Table:
     for check in checks:
         verdict, bitwise = outcome_cell(check["outcome"]), yes_no(check["bitwise"])
         share = share_cell(check["share"], failed=check["outcome"] == Outcome.FAILED)
-        if not check["case"]:  # there was nothing to compare, and the detail says why
+        if not check["case"]:  # there was nothing to compare, and the text says why
             verdict, bitwise, share = Cell(text="not checked", status="none"), "", Cell(text=NOTHING)
-        what = (check["check"], verdict, check["detail"], check["runtime"], check["case"])
+        what = (check["check"], verdict, variation_text(check), check["runtime"], check["case"])
         rows.append((*what, bitwise, share))
         rows += [check["problem"]] if check["problem"] else []
     title = "Results that must not depend on other batch elements, batch sizes or profiles"

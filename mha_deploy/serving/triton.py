@@ -291,7 +291,7 @@ class Packaging:
                     checks = invariance_from_runner(
                         runner, [case], self.spec, manifest.precision, limit=_QUICK, along=batch
                     )
-                    wrong = [f"{each.detail}: {each.problem}" for each in checks if each.problem]
+                    wrong = [f"{each.compared}: {each.problem}" for each in checks if each.problem]
                     if not wrong:
                         return None
                     why = f"{case.name}, {wrong[0]}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from msgspec import Struct, structs
@@ -17,7 +17,8 @@ from mha_deploy.model.deployable import LARGEST_ACTIVATION
 from mha_deploy.model.precision import Precision
 from mha_deploy.model.spec import FLOAT, ModelSpec, TensorSpec
 from mha_deploy.runtime.runner import Arrays, ProfiledRunner, Runner
-from mha_deploy.status import Outcome, means
+from mha_deploy.status import Obstacle, Outcome, Variation, means
+from mha_deploy.text import variation_text
 
 Check = Literal["batch slot", "batch size", "profile"]
 SLOT: Check = "batch slot"
@@ -35,9 +36,29 @@ class InvarianceCheck(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     engine: Annotated[
         str | None, means("name of the engine in the bundle, as in `engines`; null for anything else")
     ] = None
-    case: Annotated[str, means("name of the case")]
+    case: Annotated[str, means("name of the case; empty if nothing could be varied")]
     check: Annotated[Check, means("what must not change a result")]
-    detail: Annotated[str, means("what was compared")]
+    variation: Annotated[
+        Variation | None,
+        means(
+            "what was varied: where batch elements are, what the others are, how many there are, or the "
+            "profile; null if nothing could be"
+        ),
+    ] = None
+    obstacle: Annotated[Obstacle | None, means("why nothing could be varied; null if something was")] = None
+    batch: Annotated[int | None, means("batch elements of the case, or of every case; null if not known")] = (
+        None
+    )
+    other_batch: Annotated[
+        int | None, means("how many were run together instead; null if that was not varied")
+    ] = None
+    arrangements: Annotated[
+        int | None, means("in how many orders they were put into the slots; null if that was not varied")
+    ] = None
+    elements: Annotated[
+        tuple[int, ...], means("the batch elements that had other neighbors; may be empty")
+    ] = ()
+    profiles: Annotated[tuple[int, ...], means("the profiles that it was run in; may be empty")] = ()
     outcome: Annotated[
         Outcome,
         means("whether every answer is within the budget; `not verified` if nothing could be varied"),
@@ -48,10 +69,19 @@ class InvarianceCheck(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = None
     problem: Annotated[str | None, means("why it failed; null if it passed")] = None
 
+    def __post_init__(self) -> None:
+        if (self.variation is None) is (self.obstacle is None):
+            raise ValueError(f"{self.check}: something is varied, or nothing could be and it says why")
+
     @property
     def passed(self) -> bool:
         """Whether something was varied, and it does not matter."""
         return self.outcome is Outcome.PASSED
+
+    @property
+    def compared(self) -> str:
+        """What was compared, or why nothing could be varied, for people."""
+        return variation_text(structs.asdict(self))
 
 
 def invariance_from_runner(
@@ -73,24 +103,18 @@ def invariance_from_runner(
     found: list[InvarianceCheck] = []
     for case in cases if has_batch else ():
         moved = _MovedCase(runner, case, spec, precision, name)
-        found += [moved.check(*planned) for planned in moved.plan(limit or SizeLimit())]
+        found += [moved.check(planned, trials) for planned, trials in moved.plan(limit or SizeLimit())]
+    fixed = None if batch is None or batch.is_dynamic else batch.min
     profiled = isinstance(runner, ProfiledRunner)
     why = {
-        SLOT: "no case has two batch elements",
-        SIZE: "no other batch is allowed"
-        if batch is None or batch.is_dynamic
-        else f"the batch is fixed at {batch.min}",
-        PROFILE: "no case fits two profiles" if profiled else "the runtime has no profiles",
+        SLOT: Obstacle.ONE_ELEMENT,
+        SIZE: Obstacle.NO_OTHER_BATCH if fixed is None else Obstacle.FIXED_BATCH,
+        PROFILE: Obstacle.ONE_PROFILE if profiled else Obstacle.NO_PROFILES,
     }
+    about: dict[str, Any] = {"outcome": Outcome.NOT_VERIFIED, "runtime": runner.name, "case": ""}
     for check in (each for each in CHECKS if all(other.check != each for other in found)):
-        detail = (
-            f"not applicable: {why[check] if has_batch else 'no axis of a batch comes first in every output'}"
-        )
-        found.append(
-            InvarianceCheck(
-                outcome=Outcome.NOT_VERIFIED, runtime=runner.name, case="", check=check, detail=detail
-            )
-        )
+        obstacle = why[check] if has_batch else Obstacle.NO_BATCH_AXIS
+        found.append(InvarianceCheck(check=check, obstacle=obstacle, batch=fixed, **about))
     return tuple(found)
 
 
@@ -134,15 +158,15 @@ class _MovedCase:
         """The profiles that admit inputs; None for a runtime without profiles."""
         return self.runner.profiles_for(feeds) if isinstance(self.runner, ProfiledRunner) else None
 
-    def plan(self, limit: SizeLimit) -> Iterator[tuple[Check, str, Iterable[_Arrangement]]]:
-        """Every check with what it varies and its trials."""
+    def plan(self, limit: SizeLimit) -> Iterator[tuple[dict[str, Any], Iterable[_Arrangement]]]:
+        """Every check with what it varies, by field of the record, and its trials."""
         B, axis = self.case.sizes[self.batch], self.spec.axes[self.batch]
         if B > 1:
             shifts, kept = (spread(range(first, B), _MOST_PLACES) for first in (1, 0))
             moved = (self._rearranged([(slot - shift) % B for slot in range(B)]) for shift in shifts)
-            yield SLOT, f"slot 0..{B - 1}, {len(shifts)} arrangements", moved
+            yield {"check": SLOT, "variation": Variation.SLOTS, "arrangements": len(shifts)}, moved
             alone = (self._among_strangers(element) for element in kept)
-            yield SLOT, f"batch element {', '.join(map(str, kept))} among other neighbors", alone
+            yield {"check": SLOT, "variation": Variation.NEIGHBORS, "elements": (*kept,)}, alone
         if axis.is_dynamic:
             wanted = {**self.case.sizes, self.batch: axis.max}
             largest = shrunk(self.spec, wanted, self.case.sizes, limit)[self.batch]
@@ -153,11 +177,11 @@ class _MovedCase:
                 starts = dict.fromkeys([*range(0, max(1, B - size), size), max(0, B - size)])
                 trials = [self._rearranged([(start + i) % B for i in range(size)]) for start in starts]
                 if all(self.profiles(trial.feeds) != [] for trial in trials):
-                    yield SIZE, f"batch {size} instead of {B}", trials
+                    yield {"check": SIZE, "variation": Variation.BATCH, "other_batch": size}, trials
         profiles = self.profiles(self.case.inputs) or []
         if len(profiles) > 1:
             under = [_Arrangement(self.case.inputs, [*range(B)], profile) for profile in profiles]
-            yield PROFILE, f"profile {', '.join(map(str, profiles))}", under
+            yield {"check": PROFILE, "variation": Variation.PROFILES, "profiles": (*profiles,)}, under
 
     def _batched(self) -> dict[str, TensorSpec]:
         return {
@@ -182,11 +206,10 @@ class _MovedCase:
             feeds[name][element] = array[element]
         return _Arrangement(feeds, [i if i == element else None for i in range(self.case.sizes[self.batch])])
 
-    def check(self, check: Check, detail: str, trials: Iterable[_Arrangement]) -> InvarianceCheck:
+    def check(self, planned: Mapping[str, Any], trials: Iterable[_Arrangement]) -> InvarianceCheck:
         """Run the trials of one check and judge all answers."""
-        found = InvarianceCheck(
-            outcome=Outcome.FAILED, runtime=self.runner.name, case=self.case.name, check=check, detail=detail
-        )
+        about = {**planned, "case": self.case.name, "batch": self.case.sizes[self.batch]}
+        found = InvarianceCheck(outcome=Outcome.FAILED, runtime=self.runner.name, **about)
         try:
             problem, bitwise, share = self._judge([each for trial in trials for each in self._answers(trial)])
         except DeployError as error:

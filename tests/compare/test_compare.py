@@ -418,6 +418,45 @@ def test_cases_that_were_drawn_for_another_range_or_precision_are_not_comparable
     assert md.compare(old, gone).regressions
 
 
+def in_profiles(*profiles, share=0.24):
+    """A report of an engine whose profiles these are; one alone cannot be varied."""
+    data = passing()
+    check = next(each for each in data["invariance"] if each["check"] == "profile")
+    check |= {"profiles": [*profiles], "share": share}
+    if len(profiles) < 2:
+        none = {"variation": None, "case": "", "batch": None, "profiles": [], "share": None}
+        check |= {**none, "obstacle": "one profile", "outcome": "not verified"}
+    return data
+
+
+@pytest.mark.parametrize(("old", "new"), [((0,), (0, 1)), ((0, 1), (0,)), ((0, 1), (0, 1, 2))])
+def test_another_number_of_profiles_is_no_regression(old, new):
+    found = md.compare(in_profiles(*old), in_profiles(*new))
+    assert found.passed
+    levels = {change.level for change in found.changes if change.section == "invariance"}
+    assert levels <= {"same", "improvement", "changed"}
+    gone = {**in_profiles(*new), "invariance": []}
+    assert md.compare(in_profiles(0, 1), gone).regressions
+
+
+def test_a_check_that_could_not_be_made_before_and_fails_now_is_a_regression():
+    new = in_profiles(0, 1, share=2.0)
+    next(each for each in new["invariance"] if each["check"] == "profile")["outcome"] = "failed"
+    assert {change.section for change in md.compare(in_profiles(0), new).regressions} == {"invariance"}
+
+
+def test_a_batch_size_that_is_not_run_any_more_is_a_regression_unless_the_axes_are_others():
+    old, new = passing(), passing()
+    check = next(each for each in old["invariance"] if each["check"] == "batch size")
+    old["invariance"].append({**check, "other_batch": 32})
+    assert {change.section for change in md.compare(old, new).regressions} == {"coverage"}
+    axes = new["model"]["spec"]["axes"]
+    new["model"]["spec"] = {**new["model"]["spec"], "axes": {**axes, "B": {**axes["B"], "max": 99}}}
+    found = md.compare(old, new)
+    assert not found.regressions
+    assert "invariance" in {change.section for change in found.not_comparable}
+
+
 def test_of_two_models_what_differs_between_them_is_listed_and_the_rest_on_request():
     """Regressions are always listed."""
     new = planted("slower", "case missing")

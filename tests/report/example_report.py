@@ -55,10 +55,10 @@ def passing():
         "heatmaps": [heatmap("ort-cpu 1.31.1", 3e-4), heatmap("tensorrt 8.6.1", 1.4e-3)],
         "decode": [decode("ort-cpu 1.31.1"), decode("tensorrt 8.6.1", level=1e-3)],
         "invariance": [
-            invariance("batch slot", "slots 0 to 7 hold the same row", bitwise=True, share=0.0),
-            invariance("batch size", "B=1 against B=8", bitwise=False, share=0.11),
-            invariance("profile", "profile 0 against profile 1", bitwise=False, share=0.24),
-            invariance("batch size", "not applicable: no other batch is allowed", bitwise=False, share=None)
+            invariance("batch slot", bitwise=True, share=0.0, variation="slots", arrangements=7),
+            invariance("batch size", bitwise=False, share=0.11, variation="batch", other_batch=1),
+            invariance("profile", bitwise=False, share=0.24, variation="profiles", profiles=[0, 1]),
+            invariance("batch size", bitwise=False, share=None, obstacle="no other batch", batch=None)
             | {"case": "", "runtime": "ort-cpu 1.31.1", "engine": None, "outcome": "not verified"},
         ],
         "runtimes": {"ort-cpu 1.31.1": "ort-cpu", "tensorrt 8.6.1": "tensorrt"},
@@ -202,6 +202,8 @@ def hostile():
             "family",
             "bound",
             "sources",
+            "variation",
+            "obstacle",
         )
         return f"{value}{HOSTILE}" if isinstance(value, str) and key not in words else value
 

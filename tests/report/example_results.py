@@ -132,13 +132,17 @@ def heatmap(runtime, size):
     }
 
 
-def invariance(check, detail, *, bitwise, share):
+def invariance(check, *, bitwise, share, **varied):
+    nothing = {"variation": None, "obstacle": None, "batch": 8, "other_batch": None, "arrangements": None}
     return {
         "runtime": "tensorrt 8.6.1",
         "engine": "tensorrt",
         "case": "opt",
         "check": check,
-        "detail": detail,
+        **nothing,
+        "elements": [],
+        "profiles": [],
+        **varied,
         "outcome": "passed",
         "bitwise": bitwise,
         "share": share,

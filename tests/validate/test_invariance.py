@@ -91,7 +91,7 @@ def failed(checks):
 
 
 def neighbours(checks):
-    return [check for check in checks if "among other neighbors" in check.detail]
+    return [check for check in checks if check.variation == "neighbors"]
 
 
 # -- right runners -----------------------------------------------------------------------------
@@ -151,11 +151,14 @@ def test_a_fixed_batch_has_slots_and_no_other_size(opened):
     spec, cases, runner = opened("tiny-mha")
     (opt,) = (case for case in cases if case.name == "opt")
     checks = checked(spec.with_axes({"B": Axis(min=2, opt=2, max=2)}), [opt], runner)
-    assert {check.check: check.detail for check in checks} == {
-        "batch slot": "batch element 0, 1 among other neighbors",
-        "batch size": "not applicable: the batch is fixed at 2",
-        "profile": "not applicable: the runtime has no profiles",
+    assert {(check.check, check.variation, check.obstacle) for check in checks} == {
+        ("batch slot", "slots", None),
+        ("batch slot", "neighbors", None),
+        ("batch size", None, "fixed batch"),
+        ("profile", None, "no profiles"),
     }
+    assert {check.batch for check in checks} == {2}
+    assert len({check.compared for check in checks}) == len(checks)
     assert all(check.outcome != "failed" for check in checks)
     assert [check.check for check in checks if check.share is not None] == ["batch slot", "batch slot"]
 
@@ -164,7 +167,7 @@ def test_one_row_has_no_other_slot(opened):
     spec, cases, runner = opened("tiny-mha")
     (smallest,) = (case for case in cases if case.name == "min")
     (slot,) = (check for check in checked(spec, [smallest], runner) if check.check == "batch slot")
-    assert slot.detail == "not applicable: no case has two batch elements"
+    assert (slot.case, slot.obstacle, slot.passed) == ("", "one element", False)
 
 
 # -- wrong runners -----------------------------------------------------------------------------
@@ -201,10 +204,9 @@ def test_a_leak_that_is_in_the_golden_result_too_is_only_seen_among_other_neighb
     oracle = {"output": answer(x).astype(np.float64)}
     case = made_case(oracle, name="leak", sizes={"B": 4, "S": 8}, inputs={"x": x})
     checks = checked(spec, [case], Leaky(), limit=SizeLimit(gflop=1e-9))
-    assert {check.detail: check.passed for check in checks if check.check == "batch slot"} == {
-        "slot 0..3, 3 arrangements": True,
-        "batch element 0, 1, 2, 3 among other neighbors": False,
-    }
+    slots = [check for check in checks if check.check == "batch slot"]
+    assert {check.variation: check.passed for check in slots} == {"slots": True, "neighbors": False}
+    assert {check.arrangements or check.elements for check in slots} == {3, (0, 1, 2, 3)}
 
 
 def test_every_row_is_put_into_every_slot_and_wrong_only_there_is_caught(opened):
@@ -221,7 +223,7 @@ def test_every_row_is_put_into_every_slot_and_wrong_only_there_is_caught(opened)
     checks = checked(spec, [large], Altered(runner, after=last_row_in_first_slot))
     assert seen == {(slot, row) for slot in range(4) for row in range(4)}
     (wrong,) = (check for check in checks if check.outcome == "failed")
-    assert wrong.detail == "slot 0..3, 3 arrangements"
+    assert (wrong.variation, wrong.batch, wrong.arrangements) == ("slots", 4, 3)
     assert wrong.problem.endswith("worst: batch element 3 in slot 0 of 4")
 
 
@@ -234,7 +236,7 @@ def test_the_lengths_of_the_first_slot_used_for_all_are_caught(opened):
 
     checks = checked(spec, [ragged], Altered(runner, before=first_for_all))
     assert failed(checks) == {"batch slot", "batch size"}
-    alone = next(check for check in checks if check.detail == "batch 1 instead of 4")
+    alone = next(check for check in checks if check.other_batch == 1)
     assert alone.passed, "with one row, its own length is the first"
     assert not alone.bitwise
 
@@ -244,7 +246,7 @@ def test_an_error_at_batch_one_only_is_caught_there_and_nowhere_else(opened):
     (large,) = (case for case in cases if case.name == "large")
     wrong = Altered(runner, after=lambda feeds, got: scaled(got, 1.01) if len(got["output"]) == 1 else got)
     checks = checked(spec, [large], wrong)
-    assert [check.detail for check in checks if check.outcome == "failed"] == ["batch 1 instead of 4"]
+    assert [check.other_batch for check in checks if check.outcome == "failed"] == [1]
 
 
 def test_another_rounding_is_reported_and_passes(opened):
@@ -255,7 +257,7 @@ def test_another_rounding_is_reported_and_passes(opened):
         return {"output": np.nextafter(got["output"], np.float16(9)) if alone else got["output"]}
 
     checks = checked(spec, [case for case in cases if case.sizes["B"] > 1], Altered(runner, after=last_bit))
-    alone = [check for check in checks if check.detail.startswith("batch 1 ")]
+    alone = [check for check in checks if check.other_batch == 1]
     assert alone
     assert all(check.passed and not check.bitwise for check in alone)
     assert all(check.bitwise for check in checks if check.check == "batch size" and check not in alone)
@@ -271,7 +273,7 @@ def test_a_batch_that_is_refused_fails_with_the_reason(opened):
         return feeds
 
     checks = checked(spec, [opt], Altered(runner, before=refuse))
-    (alone,) = (check for check in checks if check.detail == "batch 1 instead of 2")
+    (alone,) = (check for check in checks if check.other_batch == 1)
     assert (alone.passed, alone.bitwise, alone.share, alone.problem) == (
         False,
         False,
@@ -287,7 +289,7 @@ def test_an_output_of_the_wrong_shape_fails(opened):
         runner, after=lambda feeds, got: {"output": got["output"][:, :-1]} if len(got["output"]) == 3 else got
     )
     (wrong,) = (check for check in checked(spec, [opt], cut) if check.outcome == "failed")
-    assert wrong.detail == "batch 3 instead of 2"
+    assert (wrong.batch, wrong.other_batch) == (2, 3)
     assert "output has the wrong shape" in wrong.problem
 
 
@@ -299,7 +301,7 @@ def test_a_case_runs_in_every_profile_that_takes_it(opened):
     profiled = Profiled(runner)
     checks = [check for check in checked(spec, cases, profiled) if check.check == "profile"]
     assert {check.case for check in checks} == {case.name for case in cases if case.sizes["B"] > 1}
-    assert all(check.passed and check.bitwise and check.detail == "profile 0, 1" for check in checks)
+    assert all(check.passed and check.bitwise and check.profiles == (0, 1) for check in checks)
     assert set(profiled.used) == {0, 1}
 
 

@@ -15,7 +15,7 @@ from mha_deploy.engine.engine import Ledger
 from mha_deploy.judge import OutputVerdict, ParityReport
 from mha_deploy.model.spec import Axis
 from mha_deploy.options import ValidateOptions
-from mha_deploy.status import Kind, Outcome, Place, Reason, Section, Severity
+from mha_deploy.status import Kind, Outcome, Place, Reason, Section, Severity, Variation
 from mha_deploy.validation.evaluate import Evaluation, LatencyPoint, LatencyRow
 from mha_deploy.validation.invariance import InvarianceCheck
 from mha_deploy.validation.runtimes import TENSORRT, Runtime, Unavailable
@@ -160,7 +160,8 @@ def test_a_limit_of_the_budget_holds_only_where_every_output_has_a_number(shares
 def test_a_runtime_in_which_batch_elements_change_each_other_is_not_right(outcome):
     judged = evaluation("trt", [Outcome.PASSED], engine_named("trt"))
     assert judged.is_right
-    check = InvarianceCheck(runtime="trt", case="opt", check="batch slot", detail="", outcome=outcome)
+    about = {"runtime": "trt", "case": "opt", "check": "batch slot", "variation": Variation.SLOTS}
+    check = InvarianceCheck(**about, outcome=outcome)
     assert dataclasses.replace(judged, invariance=(check,)).is_right is (outcome is Outcome.PASSED)
     assert not dataclasses.replace(judged, parity=()).is_right
 
