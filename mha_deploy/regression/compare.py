@@ -1033,7 +1033,8 @@ def compare(old: Any, new: Any, limits: Limits | None = None) -> Comparison:
 
 def _new_alone(result: ModelResult) -> list[Change]:
     """What a result is that only the new side has: no improvement unless it is right."""
-    judged = [(*key, item, *_judge_alone(key[0], item)) for key, item in measurements(result).items()]
+    owners, _ = _owners(result, result, {})
+    judged = [(*key, item, *_judge_alone(key[0], item)) for key, item in measurements(result, owners).items()]
     wrong = [
         Change(section, subject, REGRESSION, NOTHING, item.shown, why)
         for section, subject, item, its, why in judged
