@@ -19,6 +19,9 @@ from typing import Any, BinaryIO, NamedTuple
 from mha_deploy.errors import DeployError
 from mha_deploy.text import printable
 
+MANIFEST = "manifest.json"
+"""The file that makes a folder a bundle."""
+
 # A manifest of the largest models has a few megabytes.
 LARGEST_TEXT = 64 << 20
 _DEEPEST, _LONGEST, _LARGEST_NUMBER = 32, 1 << 20, 2**63

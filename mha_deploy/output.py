@@ -25,13 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from mha_deploy.errors import BundleError, DeployError, write_remedy
-from mha_deploy.files import check_name, open_regular, read_regular
+from mha_deploy.files import MANIFEST, check_name, open_regular, read_regular
 
 TOOL = "mha-deploy"
 GENERATOR = f'<meta name="generator" content="{TOOL}'
 """In the head of every page of this tool."""
 
-_MANIFEST = "manifest.json"
 _SHOWN = 5
 _OCCUPIED = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 _NO_FLAGS = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
@@ -302,7 +301,7 @@ def refuse_occupied(place: Path, *, overwrite: bool) -> tuple[str, ...]:
         return ()
     manifest = _read_own_manifest(place)
     if manifest is None:
-        got, hint = f"{place}, without a {_MANIFEST} of {TOOL}", "another -o, or remove it yourself"
+        got, hint = f"{place}, without a {MANIFEST} of {TOOL}", "another -o, or remove it yourself"
         raise BundleError("The folder is not a bundle, and only a bundle is overwritten.", got=got, hint=hint)
     extras, foreign = _contents(place, manifest)
     if foreign:
@@ -622,8 +621,8 @@ def _restore(old: Path, place: Path) -> None:
     if (old / place.name).exists() and not os.path.lexists(place):  # files: `commit_files`
         for path in sorted(old.iterdir(), key=lambda path: path.name == place.name):
             os.replace(path, place.parent / path.name)
-    elif (old / _MANIFEST).exists() and not os.path.lexists(place / _MANIFEST):  # a mount point
-        for path in sorted(old.iterdir(), key=lambda path: path.name == _MANIFEST):
+    elif (old / MANIFEST).exists() and not os.path.lexists(place / MANIFEST):  # a mount point
+        for path in sorted(old.iterdir(), key=lambda path: path.name == MANIFEST):
             if path.is_dir() and (place / path.name).is_dir():
                 shutil.rmtree(place / path.name)
             os.replace(path, place / path.name)
@@ -683,15 +682,15 @@ def _swap(new: Path, place: Path) -> None:
 
 def _exchange_entries(new: Path, place: Path) -> None:
     """Fill a mount point with the content of a folder in it; the manifest leaves first and comes last."""
-    old, names = new / "old", [each.name for each in new.iterdir() if each.name != _MANIFEST]
+    old, names = new / "old", [each.name for each in new.iterdir() if each.name != MANIFEST]
     old.mkdir()
     moved, placed = list[str](), list[str]()
-    there = sorted(_entries(place), key=lambda name: name != _MANIFEST)
+    there = sorted(_entries(place), key=lambda name: name != MANIFEST)
     try:
         for name in there:
             os.rename(place / name, old / name)
             moved.append(name)
-        for name in [*names, _MANIFEST]:
+        for name in [*names, MANIFEST]:
             os.rename(new / name, place / name)
             placed.append(name)
     except BaseException:
@@ -745,7 +744,7 @@ def _tree(folder: Path) -> set[str]:
 
 def _read_own_manifest(folder: Path) -> Mapping[str, Any] | None:
     """The manifest of a bundle, of any format that this tool ever wrote; None where there is none."""
-    data = _read_json(folder / _MANIFEST)
+    data = _read_json(folder / MANIFEST)
     if data is None or type(data.get("format")) is not int or not isinstance(data.get("files"), Mapping):
         return None
     versions = data.get("versions")
@@ -755,7 +754,7 @@ def _read_own_manifest(folder: Path) -> Mapping[str, Any] | None:
 def _contents(folder: Path, manifest: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What is beside the files of a bundle: engines and reports, and what the tool did not write."""
     found = {name for name in _tree(folder) if not _is_folder(folder / name)}
-    others = sorted(found - {_MANIFEST, *manifest["files"]})
+    others = sorted(found - {MANIFEST, *manifest["files"]})
     extras = tuple(name for name in others if _is_extra(folder, name))
     foreign = tuple(name for name in others if name not in extras)
     return tuple(name for name in extras if name != "engines.json"), foreign  # every bundle has that list

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mha_deploy.errors import DeployError, nearest
-from mha_deploy.files import check_plain, problem_in, read_regular
+from mha_deploy.files import MANIFEST, check_plain, problem_in, read_regular
 from mha_deploy.keywords import alternatives
 from mha_deploy.options import OF_DEPLOY, BenchOptions, EngineOptions, ExportOptions, ValidateOptions
 from mha_deploy.status import Outcome, Place, means
@@ -30,7 +30,6 @@ else:
 
 FILE, PROJECT, TABLE = "mha-deploy.toml", "pyproject.toml", "tool.mha-deploy"
 _LARGEST = 1 << 20
-_MANIFEST = "manifest.json"
 
 Positive = Annotated[float, Meta(gt=0, lt=1e12)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -243,7 +242,7 @@ def read_requirements(path: Path) -> Requirements | None:
 
 def find_requirements(folder: Path) -> Requirements | None:
     """Those of a project, in this folder alone; a folder that is a bundle is somebody's output."""
-    if (folder / _MANIFEST).exists():
+    if (folder / MANIFEST).exists():
         return None
     for name in (FILE, PROJECT):
         if (folder / name).is_file() and (found := read_requirements(folder / name)) is not None:

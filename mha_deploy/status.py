@@ -60,6 +60,22 @@ class Outcome(Word):
         return EXIT_VERDICT_FAILED if self is Outcome.FAILED else EXIT_PASSED
 
 
+class CellStatus(Word):
+    """What became of a cell of a matrix: the outcome of its validation, or why there is none."""
+
+    PASSED = "passed"
+    NOT_VERIFIED = "not verified"  # built and not run, or run without a verdict
+    FAILED = "failed"  # the export, or what the engine computes
+    REFUSED = "refused"  # by the runtime
+    CRASHED = "crashed"
+    UNAVAILABLE = "unavailable"  # the runtime, the GPU, or the model
+
+    @property
+    def outcome(self) -> Outcome:
+        """What has no engine to judge has failed."""
+        return next((each for each in Outcome if each.value == self.value), Outcome.FAILED)
+
+
 class Severity(Word):
     """How much a finding matters; a failure fails the verdict."""
 

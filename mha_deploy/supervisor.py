@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from mha_deploy.errors import EXIT_BAD_INPUT, EXIT_INTERNAL_ERROR
+from mha_deploy.errors import EXIT_BAD_INPUT, EXIT_INTERNAL_ERROR, EXIT_INTERRUPTED
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGSYS)
@@ -141,7 +141,7 @@ def supervise(main: Callable[[], None]) -> None:
         except SystemExit as stop:
             page.finish(stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1)
         except KeyboardInterrupt:  # before the command line handles signals
-            page.finish(130)
+            page.finish(EXIT_INTERRUPTED)
         return
     code = _watch(worker, page)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -28,11 +28,11 @@ import msgspec
 
 from mha_deploy.bundle.manifest import FileEntry, Manifest
 from mha_deploy.errors import BundleError, DeployError, write_remedy
+from mha_deploy.files import MANIFEST as MANIFEST
 from mha_deploy.files import check_name, check_plain, hint_for_missing, open_regular, read_json
 from mha_deploy.model.catalog import catalog_names
 from mha_deploy.output import commit_folder, put_file, refuse_occupied, temporary_folder
 
-MANIFEST = "manifest.json"
 MODEL = "model.onnx"
 SOURCE = "source.onnx"
 LEDGER = "engines.json"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mha_deploy.cli.help import choices_of
+from mha_deploy.files import MANIFEST
 
 SHELLS = ("bash", "zsh", "fish")
 _MOST_ENTRIES = 1000  # of a folder that is searched for bundles
@@ -174,10 +175,10 @@ def _bundles(begun: str) -> Iterator[tuple[str, str]]:
     folder, slash, _ = begun.rpartition("/")
     for path in _entries(Path(folder or ("/" if slash else "."))):
         shown = f"{folder}{slash}{path.name}"
-        if (path / "manifest.json").is_file():
+        if (path / MANIFEST).is_file():
             yield shown, "bundle"
         elif path.is_dir() and not path.name.startswith("."):
-            inside = [each.name for each in _entries(path) if (each / "manifest.json").is_file()]
+            inside = [each.name for each in _entries(path) if (each / MANIFEST).is_file()]
             yield from ((f"{shown}/{name}", "bundle") for name in inside)
             if not inside:
                 yield f"{shown}/", "folder"

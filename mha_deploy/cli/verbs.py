@@ -36,7 +36,7 @@ from mha_deploy.cli.arguments import (
 )
 from mha_deploy.cli.help import CommandGroup
 from mha_deploy.errors import EXIT_VERDICT_FAILED, DeployError
-from mha_deploy.files import PathPart, file_name
+from mha_deploy.files import MANIFEST, PathPart, file_name
 from mha_deploy.options import (
     AUTO,
     OF_DEPLOY,
@@ -963,7 +963,7 @@ def analyze(
     if heads is not None:
         md.refuse_image(heads, overwrite=overwrite, inputs=sources)
     found_model: Any = None
-    if (Path(model) / "manifest.json").is_file():
+    if (Path(model) / MANIFEST).is_file():
         found_model = md.open_bundle(model)
         name, is_layer = found_model.manifest.spec.name, found_model.manifest.spec.kind != "module"
         of_model = {key: options.pop(key) for key in ("hf", "layer", "axis")}

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from mha_deploy.errors import ExportError, SpecError, nearest
-from mha_deploy.files import check_plain, read_json, read_regular
+from mha_deploy.files import MANIFEST, check_plain, read_json, read_regular
 from mha_deploy.model.layer import AttentionSpec
 
 if sys.version_info >= (3, 11):
@@ -63,7 +63,7 @@ def refuse_what_is_no_model(model: str) -> None:
             "md.from_transformers(model), or for images or audio a Deployable of the model in a wrapper"
         )
         raise SpecError("This is the folder of a checkpoint.", got=model, hint=hint)
-    if (path / "manifest.json").is_file():
+    if (path / MANIFEST).is_file():
         hint = f"{_source_of_bundle(path)}; a bundle is for mha-deploy validate {model}, or build-engine"
         raise SpecError("This is a bundle: it is exported already.", got=model, hint=hint)
     if path.is_file():
@@ -85,7 +85,7 @@ def refuse_what_is_no_model(model: str) -> None:
 def _source_of_bundle(folder: Path) -> str:
     """The model that a bundle was exported from, as a user would name it; of a bundle that may be damaged."""
     try:
-        manifest = read_json(folder / "manifest.json")
+        manifest = read_json(folder / MANIFEST)
         spec, computed = manifest["spec"], manifest["golden"][0]["source"]
         name, factory = str(spec["name"]), str(spec.get("factory") or "")
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):

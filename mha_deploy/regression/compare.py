@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
@@ -23,7 +23,8 @@ from mha_deploy.output import IsOurs, is_junit, is_page, write_files
 from mha_deploy.report import SavableResult
 from mha_deploy.report.page import JUnitTest, junit, sections_page
 from mha_deploy.report.table import Cell, Group, RawRow, Table, markdown, markdown_text, table
-from mha_deploy.status import CaseKind, Gap, Kind, Outcome, Variation, Word
+from mha_deploy.runtime.tensorrt.engine_verdict import FusionStatus, PrecisionStatus
+from mha_deploy.status import CaseKind, CellStatus, Gap, Kind, Outcome, Variation, Word
 from mha_deploy.text import (
     NOTHING,
     budget_share,
@@ -35,9 +36,9 @@ from mha_deploy.text import (
     sizes_text,
     summarize_names,
 )
-from mha_deploy.validation.conformance import ConformanceTable
+from mha_deploy.validation.conformance import Conformance, ConformanceTable
 from mha_deploy.validation.decode import DecodeRecord
-from mha_deploy.validation.fp16_range import RangeReport
+from mha_deploy.validation.fp16_range import RangeReport, RangeStatus
 from mha_deploy.validation.invariance import InvarianceCheck
 from mha_deploy.validation.records import (
     REPORT_FILE,
@@ -74,7 +75,7 @@ class ModelResult(Struct, frozen=True, kw_only=True):
     precision: str
     model: ModelRecord | None = None
     place: str = ""  # of a cell: its runtime, GPU and options
-    cell: str | None = None  # what became of a cell
+    cell: CellStatus | None = None  # what became of a cell
     contents: Contents | None = None  # of a bundle
     # Sections of reports and benchmarks; None where the result has none
     verdict: VerdictRecord | None = None
@@ -193,9 +194,9 @@ def _with_shown_status(result: ModelResult) -> ModelResult:
     if verdict is not None:
         verdict = structs.replace(verdict, outcome=Outcome.of([verdict.outcome, *parts]))
         shown = verdict.outcome if result.engines else shown
-    stated = next((each for each in Outcome if each.value == result.cell), Outcome.FAILED)
-    is_shown = Outcome.of([stated, shown]) is stated
-    return structs.replace(result, verdict=verdict, cell=result.cell if is_shown else shown.value)
+    stated = result.cell.outcome
+    cell = result.cell if Outcome.of([stated, shown]) is stated else CellStatus(shown.value)
+    return structs.replace(result, verdict=verdict, cell=cell)
 
 
 def _cells(cells: Sequence[Mapping[str, Any]], runtime: str) -> list[Mapping[str, Any]]:
@@ -267,19 +268,36 @@ REGRESSION, NOT_COMPARABLE, INCONCLUSIVE, CHANGED, IMPROVEMENT, SAME = Level
 
 # Statuses by rank: what falls is worse.
 _RANKS: Mapping[str, Mapping[str, int]] = {
-    "verdict": {"passed": 3, "not verified": 2, "failed": 1, "refused": 1, "crashed": 0, "unavailable": 0},
-    "fusion": {"fused": 2, "unknown": 1, "decomposed": 0},
-    "precision": {"verified": 3, "selected at load": 2, "unknown": 1, "mixed": 0},
-    "conformance": {"conforms": 2, "refused": 1, "absent": 1, "wrong": 0},
-    "range": {"ok": 2, "near": 1, "overflows": 0},
+    "verdict": {
+        CellStatus.PASSED: 3,
+        CellStatus.NOT_VERIFIED: 2,
+        CellStatus.FAILED: 1,
+        CellStatus.REFUSED: 1,
+        CellStatus.CRASHED: 0,
+        CellStatus.UNAVAILABLE: 0,
+    },
+    "fusion": {FusionStatus.FUSED: 2, FusionStatus.UNKNOWN: 1, FusionStatus.DECOMPOSED: 0},
+    "precision": {
+        PrecisionStatus.VERIFIED: 3,
+        PrecisionStatus.SELECTED_AT_LOAD: 2,
+        PrecisionStatus.UNKNOWN: 1,
+        PrecisionStatus.MIXED: 0,
+    },
+    "conformance": {
+        Conformance.CONFORMS: 2,
+        Conformance.REFUSED: 1,
+        Conformance.ABSENT: 1,
+        Conformance.WRONG: 0,
+    },
+    "range": {RangeStatus.OK: 2, RangeStatus.NEAR: 1, RangeStatus.OVERFLOWS: 0},
     "coverage": {"ran": 1, "not run": 0},
 }
 # What ranks higher by less evidence alone is no improvement.
-_LESS_KNOWN = {
-    ("failed", "not verified"),
-    ("decomposed", "unknown"),
-    ("mixed", "unknown"),
-    ("wrong", "absent"),
+_LESS_KNOWN: Collection[tuple[str, str]] = {
+    (Outcome.FAILED, Outcome.NOT_VERIFIED),
+    (FusionStatus.DECOMPOSED, FusionStatus.UNKNOWN),
+    (PrecisionStatus.MIXED, PrecisionStatus.UNKNOWN),
+    (Conformance.WRONG, Conformance.ABSENT),
 }
 # What an error may grow by, in shares of the budget; between different weights it differs by more by chance,
 # most of all for an output of few numbers.

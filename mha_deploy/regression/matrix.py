@@ -67,7 +67,7 @@ from mha_deploy.report.table import MARKS, Cell, RawRow, Table, markdown, number
 from mha_deploy.runtime.child import RuntimeCrash, isolation
 from mha_deploy.runtime.runner import error_line
 from mha_deploy.runtime.tensorrt.versions import load
-from mha_deploy.status import Outcome, Severity, Word
+from mha_deploy.status import CellStatus, Outcome, Severity
 from mha_deploy.text import group_by, plural, short, size
 from mha_deploy.validation.records import (
     check_report,
@@ -165,22 +165,6 @@ def read_plan(source: Any) -> Plan:
 
 
 # -- The cells -------------------------------------------------------------------------------------
-
-
-class CellStatus(Word):
-    """What became of a cell: the outcome of its validation, or why there is none."""
-
-    PASSED = "passed"
-    NOT_VERIFIED = "not verified"  # built and not run, or run without a verdict
-    FAILED = "failed"  # the export, or what the engine computes
-    REFUSED = "refused"  # by the runtime
-    CRASHED = "crashed"
-    UNAVAILABLE = "unavailable"  # the runtime, the GPU, or the model
-
-    @property
-    def outcome(self) -> Outcome:
-        """What has no engine to judge has failed."""
-        return next((each for each in Outcome if each.value == self.value), Outcome.FAILED)
 
 
 # What crashed or was not available is tried again.
@@ -395,7 +379,7 @@ class LocalWorkers:
         try:
             place = self._install_packages(runtime) if runtime.pip else runtime.path
         except DeployError as error:
-            return {"status": "unavailable", "why": _why(error)}
+            return {"status": CellStatus.UNAVAILABLE, "why": _why(error)}
         path, pipe = [os.path.abspath(place)] if place else [], subprocess.PIPE
         command = python_command(module=__name__, executable=runtime.python, path=path)
         more = {"CUDA_VISIBLE_DEVICES": ""} if gpu == NO_GPU else {}
@@ -403,14 +387,14 @@ class LocalWorkers:
         try:
             process = start(command, more=more, errors="replace", **streams)
         except OSError as error:
-            return {"status": "unavailable", "why": f"its Python cannot be started: {error}"}
+            return {"status": CellStatus.UNAVAILABLE, "why": f"its Python cannot be started: {error}"}
         self._running.add(process)
         try:
             out, err = process.communicate(json.dumps(request), timeout=limit)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-            return {"status": "crashed", "why": f"no result after {limit:.0f} s"}
+            return {"status": CellStatus.CRASHED, "why": f"no result after {limit:.0f} s"}
         finally:
             self._running.discard(process)
         try:
@@ -419,7 +403,7 @@ class LocalWorkers:
             last = next((line for line in reversed(err.splitlines()) if line.strip()), "no output")
             if process.returncode < 0:
                 last = f"ended by {signal.Signals(-process.returncode).name}"
-            return {"status": "crashed", "why": f"the worker returned no result: {last}"}
+            return {"status": CellStatus.CRASHED, "why": f"the worker returned no result: {last}"}
 
     def _install_packages(self, runtime: RuntimeEntry) -> str:
         """Install packages once, in a folder that is named by them."""
@@ -498,7 +482,7 @@ class RayWorkers:
                     try:
                         yield task, as_plain(self.ray.get(reference))
                     except (self.ray.exceptions.RayError, RuntimeError) as error:
-                        yield task, {"status": "crashed", "why": _first_line(error)}
+                        yield task, {"status": CellStatus.CRASHED, "why": _first_line(error)}
         finally:
             for reference in waiting:
                 self.ray.cancel(reference, force=True)

@@ -34,6 +34,7 @@ from mha_deploy.text import (
     yes_no,
 )
 from mha_deploy.validation.records import plain_bench, plain_report
+from mha_deploy.validation.runtimes import Family
 
 Part = tuple[str, Any]
 """The kind of a part, as `parts.html.j2` lists them, and its value; a part without a value is left out."""
@@ -436,7 +437,7 @@ def _attention(model: Data, parity: Sequence[Data]) -> str:
 def _fastest_engine(latency: Data | None) -> str:
     """The best engine at the usual sizes, or else at the first that it was timed at."""
     for point in sorted(latency["points"] if latency else [], key=lambda point: point["case"] != "opt"):
-        rows = [row for row in point["rows"] if row["family"] == "tensorrt" and row["timing"]]
+        rows = [row for row in point["rows"] if row["family"] == Family.TENSORRT and row["timing"]]
         if rows:
             best = min(rows, key=lambda row: row["timing"]["p50_us"])
             gain = best["speedup_over_best_pytorch"]

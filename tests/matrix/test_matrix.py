@@ -270,6 +270,10 @@ def test_one_report_that_compare_reads(bundles, tmp_path):
         (tmp_path / "odd.json").write_text(json.dumps(data))
         with pytest.raises(md.DeployError, match="No cell has this runtime"):
             md.compare(f"{tmp_path / 'odd.json'}#odd", path)
+    data["cells"][0] |= {"runtime": "old", "status": "splendid"}  # no status of a cell
+    (tmp_path / "odd.json").write_text(json.dumps(data))
+    with pytest.raises(md.DeployError):
+        md.compare(tmp_path / "odd.json", path)
     worse = run(plan, tmp_path / "other", Scripted(default="crashed"))
     worse.save(tmp_path / "worse")
     found = md.compare(path, tmp_path / "worse")
