@@ -138,6 +138,9 @@ class ParityReport(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     outcome: Annotated[Outcome, means("the outcome of all verdicts together")] = Outcome.NOT_VERIFIED
     accumulation: Annotated[Accumulation, means("what the budget assumes")] = Accumulation()
     verdicts: Annotated[tuple[OutputVerdict, ...], means("one for every output of every case")]
+    clients: Annotated[
+        int | None, means("clients that sent requests at the same time; null without a server")
+    ] = None
 
     def __post_init__(self) -> None:
         derive(self, outcome=Outcome.of(verdict.outcome for verdict in self.verdicts))

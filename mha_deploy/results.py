@@ -59,11 +59,12 @@ class Report(SavableResult):
     def to_junit(self) -> str:
         """JUnit XML: a test case for every output that was judged, and one for the verdict."""
         from mha_deploy.report.page import JUnitTest, junit
+        from mha_deploy.text import runtime_text
 
         record = self.record
         results = [
             JUnitTest(
-                (record.model.name, f"{run.runtime}, {run.cases}"),
+                (record.model.name, f"{runtime_text(run.runtime, run.clients)}, {run.cases}"),
                 f"{each.case}/{each.output}",
                 each.outcome,
                 each.problem or "",

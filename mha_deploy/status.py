@@ -381,10 +381,11 @@ class Place(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_
     cases: Annotated[tuple[CaseKind, ...], means("the kinds of cases, as in `parity`")] = ()
     case: Annotated[str | None, means("name of the case")] = None
     output: Annotated[str | None, means("name of the output, or of the attention")] = None
-    check: Annotated[
-        str | None, means("the check of `invariance`, the mask of `conformance`, or the clients")
-    ] = None
+    check: Annotated[str | None, means("the check of `invariance`, or the mask of `conformance`")] = None
     sizes: Annotated[Mapping[str, int] | None, means("axis sizes")] = None
+    clients: Annotated[
+        tuple[int, ...], means("the numbers of clients at which a server did so, as in `serving`")
+    ] = ()
 
 
 class Finding(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -356,6 +356,11 @@ def _span(axis: str | None, least: int | None, most: int | None) -> str:
     return f"{axis} = {least}" if least == most else f"{axis} = {least}–{most}"
 
 
+def runtime_text(runtime: str, clients: int | None) -> str:
+    """A runtime; of a server under load, with its clients."""
+    return runtime if clients is None or clients == 1 else f"{runtime}, {clients} clients"
+
+
 def absent_text(name: str, reason: str) -> str:
     """A runtime that could not be run, and why."""
     return f"{name} skipped: {reason}"
@@ -417,13 +422,15 @@ def _about_graph(finding: Finding) -> str:
 
 
 def _about_requests(finding: Finding) -> str:
-    count, clients = finding.numbers, finding.place.check
+    count, several = finding.numbers, finding.place.clients
+    clients = f"{', '.join(map(str, several))} client{'' if several == (1,) else 's'}"
     if finding.kind is Kind.REQUESTS_NOT_SENT:
         answered = f"{count['answered']:.0f} of {count['requests']:.0f} requests"
         return f"{clients}: the limit of {count['limit_s']:g} s was reached after {answered}"
     left = f"; {count['unsent']:.0f} were not sent" if count["unsent"] else ""
     failed = f"{count['failed']:.0f} of {count['requests']:.0f} requests failed"
-    return f"{clients}: {failed} ({', '.join(finding.names)}){left}: {finding.detail}"
+    causes = ", ".join(f"{count[name]:.0f} {name}" for name in finding.names)
+    return f"{clients}: {failed} ({causes}){left}: {finding.detail}"
 
 
 def _figure(finding: Finding) -> str:

@@ -21,6 +21,7 @@ from mha_deploy.model.layer import AttentionSpec, kv_cache_bytes_per_token, para
 from mha_deploy.model.precision import EIGHT_BITS
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.report import table as tables
+from mha_deploy.report.charts import runtime_of
 from mha_deploy.report.table import Cell, Data, Table, prompts_text, table
 from mha_deploy.status import CaseKind, Outcome
 from mha_deploy.text import (
@@ -515,7 +516,7 @@ def _passed_renderable(run: Data) -> Text:
         what = plural(count, "attention")
     else:
         what = f"{plural(count, 'output')} of {run['cases']} cases"
-    return Text(f"passed  {run['runtime']}: {what}{within}", style=_STYLES["good"])
+    return Text(f"passed  {runtime_of(run)}: {what}{within}", style=_STYLES["good"])
 
 
 def parity_renderable(run: Data, *, verbose: bool = True) -> RenderableType:
@@ -546,7 +547,7 @@ def _failed_renderable(run: Data) -> RenderableType:
     reasons = {tables.reason_words(verdict["reason"]) for verdict in run["verdicts"]}
     if len(reasons) == 1 and all(verdict["deviation"] is None for verdict in run["verdicts"]):
         what = f"{plural(len(run['verdicts']), 'output')} of {run['cases']} cases"
-        words = f"{Outcome(run['outcome']).upper()}  {run['runtime']}: {what}: {reasons.pop()}"
+        words = f"{Outcome(run['outcome']).upper()}  {runtime_of(run)}: {what}: {reasons.pop()}"
         return Text(words, style=_STYLES[tables.MARKS[Outcome(run["outcome"])]])
     worst = sorted(run["verdicts"], key=lambda verdict: -(verdict["share"] or math.inf))
     worst, others = worst[:_SHOWN_FAILURES], worst[_SHOWN_FAILURES:]
@@ -571,7 +572,7 @@ def _alike_renderables(runs: Sequence[Data], *, verbose: bool) -> list[Renderabl
     for run in others:
         status, count = run["outcome"], len(_not_passed(run))
         what = "output" if count == 1 else f"{count} outputs"
-        words = f"{run['runtime']}: the same {what} of {run['cases']} cases"
+        words = f"{runtime_of(run)}: the same {what} of {run['cases']} cases"
         lines.append(
             Text(f"{Outcome(status).upper()}  {words}", style=_STYLES[tables.MARKS[Outcome(status)]])
         )
@@ -624,7 +625,7 @@ def _decoded_renderable(report: Data) -> Text:
     """A trace that was decoded without a mistake, in a line."""
     within = "" if report["share"] is None else f" ≤ {budget_share(report['share'])} of the budget"
     steps = f"{plural(report['steps'], 'decode step')} in trace {report['trace']!r}"
-    return Text(f"passed  {report['runtime']}: {steps}{within}", style=_STYLES["good"])
+    return Text(f"passed  {runtime_of(report)}: {steps}{within}", style=_STYLES["good"])
 
 
 def _invariance(checks: Sequence[Data]) -> Text:

@@ -31,6 +31,7 @@ from mha_deploy.text import (
     gap_text,
     group_by,
     plural,
+    runtime_text,
     short,
     size,
     sizes_text,
@@ -366,7 +367,7 @@ class _Owners:
         """The owner of a result: two engines of one TensorRT differ by name only."""
         title, engine = self.title(result.runtime), result.engine and self.engine(result.engine)
         if engine is None or title not in self.several or engine == title:
-            return title
+            return runtime_text(title, getattr(result, "clients", None))  # a server has no engine here
         return f"{engine} ({title})"
 
 

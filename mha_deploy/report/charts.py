@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup, escape
 
-from mha_deploy.text import error, group_by, plural, short, sizes_joined, sizes_text, tick
+from mha_deploy.text import error, group_by, plural, runtime_text, short, sizes_joined, sizes_text, tick
 
 Data = Mapping[str, Any]
 
@@ -416,16 +416,21 @@ POOLED_FROM, _POOLS = 64, 24
 Errors = Sequence[float | None]
 
 
+def runtime_of(run: Data) -> str:
+    """The runtime of a record of parity or decoding, with the clients of a server."""
+    return runtime_text(run["runtime"], run["clients"])
+
+
 def decode_curves(reports: Sequence[Data]) -> dict[str, Errors]:
     """The errors of every step by name: the module's own first, then each runtime's on the same trace."""
     curves: dict[str, Errors] = {
         EAGER: max((report["eager_errors"] for report in reports), key=len, default=[])
     }
     for report in reports:
-        name, count = report["runtime"], 1
+        name, count = runtime_of(report), 1
         while name in curves:  # two engines of one TensorRT
             count += 1
-            name = f"{report['runtime']} ({count})"
+            name = f"{runtime_of(report)} ({count})"
         curves[name] = report["errors"]
     return curves
 

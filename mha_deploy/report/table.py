@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from mha_deploy.model.precision import EIGHT_BITS
-from mha_deploy.report.charts import decode_curves
+from mha_deploy.report.charts import decode_curves, runtime_of
 from mha_deploy.status import EvidenceSource, Kind, Outcome, Reason, Severity
 from mha_deploy.text import (
     NOTHING,
@@ -331,7 +331,7 @@ def parity_table(runs: Sequence[Data], explained: Sequence[Data] | None = None) 
             made = _verdict_rows(verdict, verdict["case"], sizes_text(verdict["sizes"]), verdict["output"])
             rows += made if explained is None or verdict in explained else made[:1]
         kind = run["accumulation"]["type"].upper()
-        title = f"{run['runtime']}, {run['cases']} cases, budget for {kind} accumulation"
+        title = f"{runtime_of(run)}, {run['cases']} cases, budget for {kind} accumulation"
         groups.append(Group(title=title, rows=rows))
     headings = ("case", "verdict", "sizes", "!output" if several else "+output", *_ERRORS)
     return table("Error of every output, and its share of the budget", headings, groups=groups)
@@ -405,7 +405,7 @@ def decode_table(reports: Sequence[Data], most: int | None = None) -> Table:
         wrong = place_text(report["first_failed"], report["failed"])
         share = share_cell(report["share"], failed=report["outcome"] != Outcome.PASSED)
         growth = (number(report[key], times) for key in ("growth", "eager_growth"))
-        about = (report["runtime"], outcome_cell(report["outcome"]), report["trace"], prompts)
+        about = (runtime_of(report), outcome_cell(report["outcome"]), report["trace"], prompts)
         rows.append((*about, Cell(text=steps, order=report["steps"]), wrong, share, *growth))
         rows += decode_problems(report, most)
     figures = ("#steps", "first wrong|wrong at", "#budget used|used", "#growth", "#growth of eager|eager's")

@@ -92,6 +92,9 @@ class DecodeRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         tuple[OutputVerdict, ...],
         means("the first of them, then of what is not verified; fields as in `parity[].verdicts[]`"),
     ]
+    clients: Annotated[
+        int | None, means("clients that sent requests at the same time; null without a server")
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +115,7 @@ class DecodeReport:
     first_failed: int | None  # the step that failed first, 0 for the prefill; the cache may still be wrong
     errors: tuple[float | None, ...]  # relative L2 of every step; None where it could not be measured
     eager_errors: tuple[float | None, ...]  # the module's own
+    clients: int | None = None  # that sent requests to a server at the same time; None without one
 
     @property
     def outcome(self) -> Outcome:
@@ -158,6 +162,7 @@ class DecodeReport:
             prompt=self.prompt,
             errors=self.errors,
             eager_errors=self.eager_errors,
+            clients=self.clients,
             table=tuple((step, self.errors[step - 1]) for step in shown),
             failures=tuple(self.failures[:_SHOWN_FAILURES]),
         )

@@ -92,7 +92,8 @@ class _ServerValidation:
                     parity.append(self._parity(judged, kind))
             for trace in traces if self._silent is None else ():
                 on_step(Step(runner.model, trace.name), 0, 0)
-                decode += filter(None, [evaluate_trace(runner, trace, self.spec, self.precision)])
+                if (alone := evaluate_trace(runner, trace, self.spec, self.precision)) is not None:
+                    decode.append(replace(alone, clients=1))
             units = self._elements([case for cases in kinds.values() for case in cases])
         for clients in options.clients:
             load = _Load(self, clients, units)
@@ -105,13 +106,13 @@ class _ServerValidation:
                 parity.append(
                     self._parity(_worst(verdicts, lambda v: (v.case, v.output)), CaseKind.SERVED, clients)
                 )
-            decode += [replace(r, runtime=self._label(clients)) for r in _worst(reports, lambda r: r.trace)]
+            decode += [replace(r, clients=clients) for r in _worst(reports, lambda r: r.trace)]
             if load.gone.is_set():
                 break
         evaluation = Evaluation(
             runtime=Runtime(name=runner.model, family=SERVER, open=lambda: runner),
             runner=runner.name,
-            titles={self._label(each): self._label(each, title=True) for each in (1, *options.clients)},
+            titles={runner.name: runner.title},
             cases={CaseKind.GOLDEN: golden},
             parity=tuple(parity),
             decode_reports=tuple(decode),
@@ -130,14 +131,11 @@ class _ServerValidation:
             counts.append(whole * max(1, -(-longest // trace.length)))
         return (1 << 20) + 32 * max(counts, default=0)
 
-    def _label(self, clients: int, *, title: bool = False) -> str:
-        runner = self.runner.title if title else self.runner.name
-        return runner + (f", {clients} clients" if clients > 1 else "")
-
     def _parity(self, verdicts: Sequence[OutputVerdict], cases: CaseKind, clients: int = 1) -> ParityReport:
         return parity_from_verdicts(
             verdicts,
-            runtime=self._label(clients),
+            runtime=self.runner.name,
+            clients=clients,
             model=self.spec.name,
             precision=self.precision,
             cases=cases,

@@ -820,13 +820,11 @@ def _about_load(points: Sequence[ServingRecord], options: ValidateOptions) -> It
     failed = Counter[str]()
     for point in points:
         failed.update(point.errors)
-    clients = ", ".join(str(point.clients) for point in points)
     numbers: dict[str, float] = {"requests": sum(point.requests for point in points)}
     numbers |= {"answered": sum(point.answered for point in points), "unsent": failed.pop(NOT_SENT, 0)}
     numbers |= {"failed": sum(failed.values()), "limit_s": options.limit_s}
-    about: dict[str, Any] = {"numbers": numbers, "detail": points[0].first_error or ""}
-    about["check"] = f"{clients} client{'' if clients == '1' else 's'}"
-    about["names"] = tuple(f"{count} {kind}" for kind, count in failed.items())
+    about: dict[str, Any] = {"numbers": {**numbers, **failed}, "detail": points[0].first_error or ""}
+    about |= {"clients": tuple(point.clients for point in points), "names": tuple(failed)}
     if failed:
         yield _found(Severity.FAILURE, Section.SERVING, Kind.REQUESTS_FAILED, **about)
     elif numbers["unsent"]:

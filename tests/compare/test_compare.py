@@ -626,6 +626,22 @@ def test_a_server_that_got_worse_is_reported(worse, section):
     assert md.compare(old, old).passed
 
 
+def test_results_under_load_are_compared_at_the_same_number_of_clients():
+    old, new = passing(), passing()
+    for data in (old, new):
+        run = data["parity"][ENGINE] | {"cases": "served"}
+        data["parity"] = [copy.deepcopy(run) | {"clients": count} for count in (1, 8)]
+    assert not md.compare(old, new).regressions
+    new["parity"][0]["verdicts"][0]["share"] += 0.2
+    (change,) = md.compare(old, new).regressions
+    assert "clients" not in change.subject
+    new["parity"].reverse()
+    for run, count in zip(new["parity"], (1, 8), strict=True):
+        run["clients"] = count
+    (change,) = md.compare(old, new).regressions
+    assert "8 clients" in change.subject
+
+
 def test_fewer_calls_on_several_streams_are_reported():
     sides = [bench_of(passing()), bench_of(passing())]
     for side, rate in zip(sides, (4000.0, 3000.0), strict=True):

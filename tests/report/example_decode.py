@@ -31,6 +31,7 @@ def decode(runtime, *, level=8e-4, steps=300, growth=1.3, prompt=(24, 12, 6), tr
         "judged": steps + 3,
         "failed": 0,
         "failures": [],
+        "clients": None,
     }
 
 

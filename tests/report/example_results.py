@@ -76,6 +76,7 @@ def parity(runtime, share):
         "outcome": "passed",
         "accumulation": {"type": "fp32", "why": "ONNX Runtime accumulates in FP32"},
         "verdicts": verdicts,
+        "clients": None,
     }
 
 

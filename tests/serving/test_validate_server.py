@@ -36,9 +36,11 @@ def test_golden_cases_pass_with_one_client_and_with_several(served, bundles):
     assert one["runs"] == json.loads(server.config["parameters"]["runtimes"]["string_value"]) == ["ort-cpu"]
     assert one["runs"][0] in report.to_html()
     assert " ms" in dict(key_figures(report.to_dict()))["fastest engine"]
-    kinds = [each["cases"] for each in report.to_dict()["parity"]]
-    assert kinds[0] == "golden"
-    assert kinds[-2:] == ["served", "served"]
+    parity = report.to_dict()["parity"]
+    assert (parity[0]["cases"], parity[0]["clients"]) == ("golden", 1)
+    assert [(each["cases"], each["clients"]) for each in parity[-2:]] == [("served", 1), ("served", 4)]
+    assert len({each["runtime"] for each in parity}) == 1, "it is one server"
+    assert "4 clients" in report.to_html()
 
 
 @pytest.mark.parametrize("name", ["tiny-dynamic", "tiny-preallocated"])
@@ -47,8 +49,8 @@ def test_decode_traces_pass_as_interleaved_sequences(served, bundles, name):
     report = md.validate(bundles(name), url=server.url, clients=(3,), requests=1)
     assert report.passed, report.headline
     (found,) = report.to_dict()["decode"]
-    assert found["steps"] == 40
-    assert found["outcome"] == "passed"
+    assert (found["steps"], found["outcome"], found["clients"]) == (40, "passed", 3)
+    assert list(report.to_dict()["runtimes"]) == [found["runtime"]]
     assert load_of(report)[0]["requests"] == 3 * 41
 
 
@@ -165,6 +167,9 @@ def test_one_cause_is_one_failure_for_all_clients(served, bundles):
     assert [each.kind for each in failures].count(Kind.WRONG_OUTPUTS) <= 2
     requests = next(each for each in failures if each.kind is Kind.REQUESTS_FAILED)
     assert requests.numbers["failed"] == sum(each["requests"] for each in load_of(report))
+    assert requests.place.clients == (1, 2, 3)
+    assert sum(requests.numbers[name] for name in requests.names) == requests.numbers["failed"]
+    assert set(requests.names) == {name for each in load_of(report) for name in each["errors"]}
 
 
 def test_only_what_happens_under_load_is_wrong_is_caught(served, bundles):
