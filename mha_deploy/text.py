@@ -84,6 +84,11 @@ def beyond_text(sizes: Mapping[str, int], axes: Mapping[str, Any]) -> str:
     )
 
 
+def types_text(precision: str, quantized: str | None) -> str:
+    """The precision of a model, with the type that its GEMMs are quantized to: `fp8/fp16`."""
+    return precision if quantized is None else f"{quantized}/{precision}"
+
+
 def sizes_joined(sizes: Mapping[str, int]) -> str:
     """Axis sizes without their names, as 8×128."""
     return "×".join(str(value) for value in sizes.values())

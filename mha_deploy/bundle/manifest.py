@@ -18,6 +18,7 @@ from mha_deploy.model.layer import AttentionSpec
 from mha_deploy.model.precision import EIGHT_BITS, find_precision
 from mha_deploy.model.spec import ON_DISK, ModelSpec, ModuleSpec, axes_from, refuse_unknown, require
 from mha_deploy.status import means
+from mha_deploy.text import types_text
 
 if TYPE_CHECKING:
     from mha_deploy.model.precision import Precision
@@ -386,10 +387,14 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     notes: list[str] = field(default_factory=list)
 
     @property
+    def quantized(self) -> str | None:
+        """The type of eight bits that GEMMs were quantized to; None where they were not."""
+        return self.loss.what if self.loss is not None and self.loss.what in EIGHT_BITS else None
+
+    @property
     def requested_types(self) -> str:
         """The precision; `fp8/fp16` where GEMMs were quantized."""
-        eight = [self.loss.what] if self.loss is not None and self.loss.what in EIGHT_BITS else []
-        return "/".join([*eight, self.precision.name])
+        return types_text(self.precision.name, self.quantized)
 
     @property
     def judged_by_outputs(self) -> list[str]:

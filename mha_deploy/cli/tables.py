@@ -18,7 +18,6 @@ from rich.text import Text
 
 from mha_deploy.files import as_plain
 from mha_deploy.model.layer import AttentionSpec, kv_cache_bytes_per_token, parameter_count
-from mha_deploy.model.precision import EIGHT_BITS
 from mha_deploy.model.spec import ModelSpec
 from mha_deploy.report import table as tables
 from mha_deploy.report.charts import runtime_of
@@ -145,9 +144,9 @@ def bundle_renderable(bundle: Bundle, *, details: bool = False) -> RenderableTyp
         fused = f"{count} attentions are one ONNX Attention node"
     lines = [("bundle", str(bundle.path)), ("model", f"{spec.name}: {_about(spec)}")]
     types = manifest.precision.name
-    if manifest.loss is not None and manifest.loss.what in EIGHT_BITS:
+    if manifest.loss is not None and manifest.quantized is not None:
         parts = _quantized(manifest.loss.layers, {each["name"] for each in manifest.attention})
-        types = f"{manifest.loss.what} in {parts}, else {types}"
+        types = f"{manifest.quantized} in {parts}, else {types}"
     lines.append(("graph", f"{types}, opset {manifest.opset}, axes {axes}"))
     lines += [("fused", fused), ("golden", cases.replace(", ", ","))]
     for entry in manifest.traces:

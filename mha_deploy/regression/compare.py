@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
@@ -16,8 +17,7 @@ from mha_deploy.engine.engine import Engine, engines_of, open_engine
 from mha_deploy.errors import BundleError, DeployError, nearest
 from mha_deploy.files import as_plain, hint_for_missing, read_json
 from mha_deploy.judge import ParityReport
-from mha_deploy.model.precision import EIGHT_BITS
-from mha_deploy.model.spec import Axis
+from mha_deploy.model.spec import Axis, axes_from
 from mha_deploy.options import Limits
 from mha_deploy.output import IsOurs, is_junit, is_page, write_files
 from mha_deploy.report import SavableResult
@@ -36,6 +36,7 @@ from mha_deploy.text import (
     size,
     sizes_text,
     summarize_names,
+    types_text,
 )
 from mha_deploy.validation.conformance import Conformance, ConformanceTable
 from mha_deploy.validation.decode import DecodeRecord
@@ -93,6 +94,16 @@ class ModelResult(Struct, frozen=True, kw_only=True):
     serving: tuple[ServingRecord, ...] | None = None
     throughput: tuple[ThroughputRecord, ...] | None = None
     loss: LossRecord | None = None
+
+    @property
+    def quantized(self) -> str | None:
+        """The type of eight bits that its GEMMs are quantized to; None where they are not."""
+        return None if self.model is None else self.model.quantized
+
+    @property
+    def types(self) -> str:
+        """Its precision, with the type that its GEMMs are quantized to."""
+        return types_text(self.precision, self.quantized)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,11 +174,6 @@ def _from_data(data: Any, name: str, runtime: str) -> Side:
             found = [{"environment": data.get("environment"), **entry} for entry in data["models"]]
         if kind != "matrix":
             found = [{**each, **{key: each["model"][key] for key in ("name", "precision")}} for each in found]
-        loss = [(each.get("loss") or {}).get("what") for each in found]
-        found = [
-            {**each, "precision": _types(each["precision"], what)}
-            for each, what in zip(found, loss, strict=True)
-        ]
         results = tuple(_with_shown_status(msgspec.convert(each, ModelResult)) for each in found)
         created = msgspec.convert(data.get("created", ""), str)
     except (msgspec.ValidationError, TypeError, AttributeError, KeyError) as failure:
@@ -177,11 +183,6 @@ def _from_data(data: Any, name: str, runtime: str) -> Side:
         known = {str(cell.get("runtime", "")) for cell in data["cells"]} if kind == "matrix" else set[str]()
         raise DeployError("No cell has this runtime.", got=name, hint=nearest(runtime, known))
     return Side(name=name, kind=kind, results=results, created=created)
-
-
-def _types(precision: str, what: str | None) -> str:
-    """The precision of a model, with the type that its GEMMs are quantized to: `fp8/fp16`."""
-    return f"{what}/{precision}" if what in EIGHT_BITS else precision
 
 
 def _with_shown_status(result: ModelResult) -> ModelResult:
@@ -241,8 +242,8 @@ def _from_bundle(bundle: Bundle) -> Side:
         graph_bytes=sum(entry.bytes for name, entry in manifest.files.items() if "model.onnx" in name),
     )
     found.setdefault("loss", manifest.loss)  # that of the report has the limit that it was judged by
-    precision = _types(model.precision, None if manifest.loss is None else manifest.loss.what)
-    result = ModelResult(**{**found, "model": model, "name": model.name, "precision": precision})
+    about = {"model": model, "name": model.name, "precision": model.precision}
+    result = ModelResult(**{**found, **about})
     return Side(name=str(bundle.path), kind="bundle", results=(result,), created=created)
 
 
@@ -512,8 +513,8 @@ def _measure_contents(result: ModelResult) -> Measured:
         yield "size", "graph", _bytes("bundle", result.contents.graph_bytes)
     axes = _spec(result).get("axes")
     for axis, sizes in (axes if isinstance(axes, dict) else {}).items():
-        span = ":".join(map(str, sizes.values())) if isinstance(sizes, dict) else str(sizes)
-        yield "coverage", f"axis {axis}", _as_measurement("range", _MODEL, span)
+        shown = ":".join(map(str, sizes.values())) if isinstance(sizes, dict) else str(sizes)
+        yield "coverage", f"axis {axis}", _range(_MODEL, shown, partial(_axis, axis, sizes))
 
 
 def _measure_load(result: ModelResult, names: Mapping[str, str]) -> Measured:
@@ -551,7 +552,8 @@ def _measure_engine(engine: EngineRecord, name: str) -> Measured:
     yield "coverage", f"{name}: run", _as_measurement("status", owner, "ran" if engine.ran else "not run")
     for index, ranges in enumerate(engine.profiles or ()):
         for axis, span in ranges.items():
-            yield "coverage", f"{name}: profile {index}, axis {axis}", _as_measurement("range", owner, span)
+            read = partial(Axis.parse, span, name=axis)
+            yield "coverage", f"{name}: profile {index}, axis {axis}", _range(owner, span, read)
     if engine.engine_bytes is not None:
         noise = _rebuild_span(engine.rebuilds, "engine_bytes")
         yield "size", f"{name}: engine", _bytes(owner, engine.engine_bytes, noise)
@@ -598,6 +600,19 @@ def _as_measurement(kind: str, owner: str, value: Any) -> Measurement:
 def _count(owner: str, count: float, shown: str = "") -> Measurement:
     """A number of which more is better."""
     return Measurement("counts", owner, {"": count}, shown or str(count))
+
+
+def _axis(name: str, sizes: Any) -> Axis:
+    """An axis as a specification has it."""
+    return axes_from({name: sizes})[name]
+
+
+def _range(owner: str, shown: str, read: Callable[[], Axis]) -> Measurement:
+    """The range of an axis; its value is None where it cannot be read."""
+    try:
+        return Measurement("range", owner, read(), shown)
+    except DeployError:
+        return Measurement("range", owner, None, shown)
 
 
 def _bytes(owner: str, count: int, noise: float = 0.0) -> Measurement:
@@ -691,10 +706,10 @@ def _judge(
         if level == SAME and old.doubt != new.doubt:
             return CHANGED, "other kernels"
         return level, "fusion lost" if level == REGRESSION and section == "fusion" else ""
+    if old.kind == "range":
+        return _judge_range(old, new)
     if old.value == new.value:
         return SAME, ""
-    if old.kind == "range":
-        return _judge_range(old.value, new.value)
     return (REGRESSION, "another precision was requested") if section == "precision" else (CHANGED, "")
 
 
@@ -811,15 +826,10 @@ def _judge_tail(old: Measurement, new: Measurement, limits: Limits) -> tuple[Lev
     return (INCONCLUSIVE, f"{why}; {doubts}".strip("; ")) if doubts or growth <= worse else (REGRESSION, why)
 
 
-def _axis(text: str) -> Axis | None:
-    try:
-        return Axis.parse(text)
-    except DeployError:
-        return None
-
-
-def _judge_range(old: str, new: str) -> tuple[Level, str]:
-    before, after = _axis(old), _axis(new)
+def _judge_range(old: Measurement, new: Measurement) -> tuple[Level, str]:
+    before, after = old.value, new.value
+    if before == after and old.shown == new.shown:
+        return SAME, ""
     if before is None or after is None:
         level = _direction(before is not None, after is not None)
         return (CHANGED, "") if level == SAME else (level, "no range" if level == REGRESSION else "")
@@ -1042,7 +1052,7 @@ def compare(old: Any, new: Any, limits: Limits | None = None) -> Comparison:
         else:
             found = _new_alone(second) if second is not None else []
         either: Any = first or second
-        name = f"{either.name} {either.precision}"
+        name = f"{either.name} {either.types}"
         name = f"{name}, {either.place}" if either.place else name
         changes += [replace(change, model=name) for change in found]
     if not changes:
@@ -1072,10 +1082,10 @@ def _not_the_same(old: ModelResult, new: ModelResult) -> dict[str, tuple[str, st
     found = {}
     models, (one, two) = [each.name for each in (old, new)], [_spec(each) for each in (old, new)]
     own = (one.keys() & two.keys()) - _OF_NO_MODEL
-    if old.precision != new.precision:
-        found["precision"] = old.precision, new.precision
+    if old.types != new.types:
+        found["precision"] = old.types, new.types
     # Of a quantized model the weights are others, and it is described by its graph.
-    is_quantized = any("/" in each.precision for each in (old, new)) and bool(found)
+    is_quantized = any(each.quantized for each in (old, new)) and bool(found)
     if models[0] != models[1]:
         found["model"] = models[0], models[1]
     elif not is_quantized and (differing := sorted(key for key in own if one[key] != two[key])):
@@ -1163,7 +1173,7 @@ def _gap_changes(old: ModelResult, new: ModelResult, names: Mapping[str, str]) -
         about = before or after
         if before != after and about is not None and resized & about.spans.keys():
             yield Change("coverage", subject, NOT_COMPARABLE, shown[0], shown[1], "other axes")
-        elif before != after and about is not None and about.spans and old.precision != new.precision:
+        elif before != after and about is not None and about.spans and old.types != new.types:
             # Which sizes are run depends on the probes, and these on the precision.
             yield Change("coverage", subject, NOT_COMPARABLE, shown[0], shown[1], "another precision")
         elif before is None and after is not None and after.kind is Kind.NOT_RUN and after.name not in known:
@@ -1266,7 +1276,7 @@ def _pairs(
         return
 
     def exact(each: ModelResult) -> tuple[str, ...]:
-        return each.name, each.precision, each.place
+        return each.name, each.types, each.place
 
     for key in (exact, lambda each: (each.name, each.place)):
         for first in list(left):

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from mha_deploy.model.precision import EIGHT_BITS
 from mha_deploy.report.charts import decode_curves, runtime_of
 from mha_deploy.status import EvidenceSource, Kind, Outcome, Reason, Severity
 from mha_deploy.text import (
@@ -31,6 +30,7 @@ from mha_deploy.text import (
     sizes_joined,
     sizes_text,
     times,
+    types_text,
     variation_text,
     yes_no,
 )
@@ -370,8 +370,7 @@ def _verdict_rows(verdict: Data, name: Cell | str, *place: str) -> list[RawRow]:
 
 def types_of(report: Data) -> str:
     """The precision of a model in a heading: that of its GEMMs, too, where they have another."""
-    loss, precision = report.get("loss"), report["model"]["precision"]
-    return f"{loss['what']}/{precision}" if loss and loss["what"] in EIGHT_BITS else str(precision)
+    return types_text(report["model"]["precision"], report["model"].get("quantized"))
 
 
 def _problem_text(verdict: Data) -> str:

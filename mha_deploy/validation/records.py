@@ -86,6 +86,9 @@ class ModelRecord(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         means("how query heads share keys and values; `module` for a user's own"),
     ]
     precision: Annotated[str, means("`fp16`, `bf16` or `fp32`")]
+    quantized: Annotated[
+        str | None, means("`int8` or `fp8`, if its GEMMs are quantized to that; null if they are not")
+    ] = None
     spec: Annotated[
         dict[str, Any], means("the layer, as in `models/*.toml`, or the module, as in the manifest")
     ]
@@ -379,6 +382,7 @@ def model_record(bundle: Bundle) -> ModelRecord:
         summary=manifest.spec.summary,
         kind=manifest.spec.kind,
         precision=manifest.precision.name,
+        quantized=manifest.quantized,
         spec=manifest.spec.to_dict(),
         bundle=bundle.path.resolve().name,
         bundle_sha256=sha256(bundle.path / MANIFEST),

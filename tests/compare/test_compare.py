@@ -228,6 +228,23 @@ def test_a_repaired_file_is_no_regression():
     assert {change.section for change in md.compare(right, wrong).regressions} >= {"error", "verdict"}
 
 
+@pytest.mark.parametrize(("narrower", "level"), [((0, 16, 32), "regression"), ((0, 16, 64), "changed")])
+def test_the_past_may_be_empty_and_its_range_is_compared(narrower, level):
+    """In the axes of the model, in whatever order these are written, and in the profiles of an engine."""
+    whole, sides = (0, 25, 64), []
+    for least, usual, most in (whole, narrower):
+        data = passing()
+        axes = data["model"]["spec"]["axes"]
+        axes["P"] = {"max": most, "min": least, "opt": usual}
+        data["model"]["spec"] = {**data["model"]["spec"], "axes": axes}
+        engine(data)["profiles"][0]["P"] = f"{least}:{usual}:{most}"
+        sides.append(data)
+    found = md.compare(*sides)
+    levels = [change.level for change in found.changes if change.subject.endswith("axis P")]
+    assert levels == [level, level]
+    assert {change.level for change in md.compare(sides[0], sides[0]).changes} == {"same"}
+
+
 # -- noise -----------------------------------------------------------------------------------------
 
 
@@ -306,10 +323,13 @@ def test_figures_that_cannot_be_are_refused(plant):
 )
 def test_a_loss_that_grows_is_a_regression_beyond_the_limit_of_the_old_side(old, new, level):
     sides = [{**passing(), "loss": loss_of(*each)} for each in (old, new)]
+    for side in sides:
+        side["model"]["quantized"] = "int8"
     found = md.compare(*sides)
     assert [change.level for change in found.changes if change.section == "loss"] == [level]
     assert bool(found.regressions) is (level == "regression")
-    other = md.compare(sides[0], {**sides[1], "loss": loss_of(*new, what="fp8")})
+    of_fp8 = {"loss": loss_of(*new, what="fp8"), "model": {**sides[1]["model"], "quantized": "fp8"}}
+    other = md.compare(sides[0], {**sides[1], **of_fp8})
     expected = "same" if level == "same" else "not comparable"
     assert [change.level for change in other.changes if change.section == "loss"] == [expected]
     assert not other.regressions
@@ -361,6 +381,7 @@ NOT_THE_SAME = {
     "precision": lambda d: d["model"].update(precision="bf16"),
     "precision of GEMMs": lambda d: (
         d.update(loss=loss_of(0.01, what="fp8")),
+        d["model"].update(quantized="fp8"),
         d["model"]["spec"].update(Hkv=4),
     ),
     "GPU": lambda d: d["latency"].update(gpu="another GPU"),
@@ -661,6 +682,17 @@ def test_benchmarks_of_several_models_are_paired_by_name_and_precision():
     assert [(change.section, "other" in change.model) for change in found.regressions] == [("latency", True)]
     gone = md.compare(bench_of(passing(), other), bench_of(other))
     assert [change.section for change in gone.regressions] == ["coverage"]
+
+
+def test_a_benchmark_of_a_quantized_model_is_of_another_precision_and_of_no_other_model():
+    new = bench_of(passing())
+    new["models"][0]["model"] |= {"quantized": "fp8"}
+    new["models"][0]["model"]["spec"]["Hkv"] = 4
+    found = md.compare(bench_of(passing()), new)
+    assert not found.regressions
+    assert {change.subject for change in found.not_comparable if change.section == "environment"} == {
+        "precision"
+    }
 
 
 def test_an_engine_of_another_name_is_the_same_engine():

@@ -16,6 +16,7 @@ def model():
         "summary": "BERT base: bidirectional self-attention with a padding mask",
         "kind": "MHA",
         "precision": "fp16",
+        "quantized": None,
         "spec": {
             "name": "bert-base",
             "Hq": 12,
