@@ -290,7 +290,7 @@ def findings(
             yield _found(level, Section.REQUIREMENTS, kind, **about)
 
 
-class _Measured(NamedTuple):
+class _Figure(NamedTuple):
     """One figure that a requirement limits."""
 
     place: Place
@@ -319,43 +319,43 @@ def _requirements(
             yield Requirement(name=name, wanted=wanted, got=got, outcome=outcome, place=place)
 
 
-def _worst(found: Iterable[_Measured], limit: float) -> _Measured | None:
+def _worst(found: Iterable[_Figure], limit: float) -> _Figure | None:
     """The figure that decides: of an output that is wrong without one, or beyond the limit, or missing."""
 
-    def badness(each: _Measured) -> tuple[bool, bool, float]:
+    def badness(each: _Figure) -> tuple[bool, bool, float]:
         beyond = each.figure is not None and each.figure > limit
         return each.figure is None and each.is_wrong, beyond, _or_infinite(each.figure)
 
     return max(found, key=badness, default=None)
 
 
-def _shares(report: Validation, judged: Sequence[Evaluation]) -> Iterator[_Measured]:
+def _shares(report: Validation, judged: Sequence[Evaluation]) -> Iterator[_Figure]:
     """The shares of the budget that outputs use, and the worst samples of the user's data."""
     for each in judged:
         for verdict in each.verdicts:
             place = Place(runner=each.label, case=verdict.case, output=verdict.output)
-            yield _Measured(place, verdict.share, verdict.is_wrong)
+            yield _Figure(place, verdict.share, verdict.is_wrong)
     for runtime in () if report.data is None else report.data.runtimes:
         for sample in runtime.worst:
             place = Place(runner=runtime.name, case=sample.sample, output=sample.output)
-            yield _Measured(place, sample.share, sample.outcome is Outcome.FAILED)
+            yield _Figure(place, sample.share, sample.outcome is Outcome.FAILED)
 
 
-def _latencies(report: Validation) -> Iterator[_Measured]:
+def _latencies(report: Validation) -> Iterator[_Figure]:
     """The 99th percentiles of engines."""
     for point in report.points:
         for row in point.rows:
             if row.family == TENSORRT:
                 place = Place(engine=row.name, case=point.case)
-                yield _Measured(place, None if row.timing is None else row.timing.percentile(0.99))
+                yield _Figure(place, None if row.timing is None else row.timing.percentile(0.99))
 
 
-def _disagreements(report: Validation) -> Iterator[_Measured]:
+def _disagreements(report: Validation) -> Iterator[_Figure]:
     """How far logits are from agreeing on the user's data."""
     for runtime in () if report.data is None else report.data.runtimes:
         for output in runtime.outputs:
             if output.agreement is not None:
-                yield _Measured(Place(runner=runtime.name, output=output.name), -output.agreement.top1)
+                yield _Figure(Place(runner=runtime.name, output=output.name), -output.agreement.top1)
 
 
 def unfused_findings(manifest: Manifest, options: ValidateOptions) -> Iterator[Finding]:
