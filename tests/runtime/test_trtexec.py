@@ -51,7 +51,13 @@ def manifest_of(version, options):
     request = BuildRequest(onnx=Path("x"), profiles=[profile()], options=chosen, **own)
     precision = PrecisionVerdict(requested="fp16", status=PrecisionStatus.UNKNOWN, counts={})
     about = {"model": "m", "dialect": "trt", "bundle_sha256": "0", "engine_sha256": "0", "engine_bytes": 1}
-    about |= {"seconds": 1.0, "strongly_typed": True, "kernels": [], "findings": [], "notes": []}
+    about |= {
+        "seconds": 1.0,
+        "strongly_typed": not version.startswith("8."),
+        "kernels": [],
+        "findings": [],
+        "notes": [],
+    }
     return EngineManifest(
         backend="tensorrt", version=version, gpu=None, targets=[], profiles=[], options=request.record(),
         precision=request.precision, verdict=EngineVerdict(nodes=(), precision=precision), **about,
