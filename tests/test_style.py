@@ -1,5 +1,7 @@
 """What the linters say, and what they cannot: names of classes, and where helpers of tests live."""
 
+import ast
+import importlib
 import importlib.util
 import re
 import subprocess
@@ -72,3 +74,22 @@ def test_no_two_classes_share_a_name():
 
 def test_tests_import_no_tests():
     assert list(lines_of("tests", r"^ *(?:from|import) +((?:\w+\.)*test_\w+)")) == []
+
+
+def test_the_scripts_of_benchmarks_and_examples_import_what_is_there():
+    wanted = [
+        (path, module, name)
+        for folder in ("benchmarks", "examples")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (module := node.module or "").startswith("mha_deploy")
+        for name in (each.name for each in node.names)
+    ]
+    assert len(wanted) > 50
+    missing = []
+    for path, module, name in wanted:
+        found = importlib.import_module(module)
+        inside = hasattr(found, "__path__") and importlib.util.find_spec(f"{module}.{name}")
+        if not (hasattr(found, name) or inside):
+            missing.append((path.name, module, name))
+    assert missing == []
